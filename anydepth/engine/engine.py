@@ -1,0 +1,204 @@
+"""The loop: requests in, tokens out, one turn a step. Drive it yourself, or let `LLM` do it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from anydepth.engine.pages import Pages
+from anydepth.engine.philox import fresh_seed
+from anydepth.engine.runner import Runner
+from anydepth.engine.scheduler import Scheduler, TurnWork
+from anydepth.engine.text import TextStream
+from anydepth.exits.base import bounds_of
+from anydepth.exits.load import load_policy, policy_name
+from anydepth.models.base import Model
+from anydepth.models.tokenizer import Tokenizer
+from anydepth.ops.fill import load_fill
+from anydepth.types import Chunk, Request, Sampling, Usage, strict_options
+
+DEFAULT_CONTEXT = 2048  # positions a slot that the default pool provides for
+DEFAULT_POOL_BYTES = 4 << 30  # on a CPU, where untouched pages cost nothing
+
+
+@strict_options
+class Engine:
+    """Continuous batching by depth over one model.
+
+    `submit` a prompt, call `step` until `idle`; each step runs one segment for every row and returns the tokens that
+    came out. `work`, when set to a list, collects a TurnWork a step.
+    """
+
+    def __init__(self, model: Model, *, tokenizer: Tokenizer | None = None, eos_ids: frozenset[int] = frozenset(),
+                 fill: str | None = None, max_batch: int = 32, page_size: int = 16, kv_pages: int | None = None,
+                 max_batched_tokens: int = 512, gate_dtype: str = "float32") -> None:
+        for name, value in (("max_batch", max_batch), ("page_size", page_size), ("kv_pages", kv_pages or 1),
+                            ("max_batched_tokens", max_batched_tokens)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
+        if gate_dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
+        self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
+        self.fill = load_fill(fill, model.shape)
+        self.gate_dtype = gate_dtype
+        shape = model.shape
+        if kv_pages is None:
+            kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
+        self.pages = Pages(kv_pages, page_size)
+        self.context = min(shape.max_positions, kv_pages * page_size)
+        self.scheduler = Scheduler(segments=shape.segments, slots=max_batch, pages=self.pages,
+                                   layered=not shape.shared_weights, max_batched_tokens=max_batched_tokens,
+                                   prefill_rows=self.fill.prefill_rows)
+        self.runner = Runner(model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size,
+                             context=self.context)
+        self.work: list[TurnWork] | None = None
+        self._aborted: list[Chunk] = []
+        self._policies: dict[str, Any] = {}
+        self._ids = itertools.count()
+        self._usage, self._ends, self._peak_pages = Usage(), Counter[str](), 0
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle and not self._aborted
+
+    def prepare(self, prompt: str | Sequence[int], sampling: Sampling | None = None, *, id: str | None = None,
+                forced: Sequence[Sequence[int]] = (), streaming: bool = True, seed: int | None = None,
+                prompt_index: int = 0, answer_index: int = 0) -> Request:
+        """A checked Request for one answer, without queueing it. ValueError for anything that cannot be honoured.
+
+        `forced` are continuations to score instead of sampling. Without `streaming`, text is made at the end only.
+        """
+        sampling = sampling or Sampling()
+        prompt_ids = self.prompt_ids(prompt)
+        name = policy_name(sampling)
+        if name not in self._policies:
+            self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
+        policy = self._policies[name]
+        policy.check(sampling, self.model.shape)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which this checkpoint has not; use stop_token_ids")
+        room = self.model.shape.max_positions - len(prompt_ids) + 1
+        for ids in forced:
+            self._check_ids("continuation", ids)
+            if len(ids) > room:
+                raise ValueError(f"the continuation has {len(ids)} tokens after a context of {len(prompt_ids)}; the "
+                                 f"model's length of {self.model.shape.max_positions} leaves room for {room}")
+        if seed is None:
+            seed = fresh_seed() if sampling.seed is None else sampling.seed
+        stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
+        request = Request(
+            id=id if id is not None else f"request-{next(self._ids)}", prompt_ids=prompt_ids, sampling=sampling,
+            policy=policy, bounds=bounds_of(sampling, self.model.shape), stop_ids=stop,
+            seed=seed, max_tokens=min(sampling.max_tokens, room), forced=tuple(tuple(ids) for ids in forced),
+            text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
+            prompt_index=prompt_index, answer_index=answer_index)
+        self._check_trace(request)
+        self._check_pool(request)
+        return request
+
+    def submit(self, prompt: str | Sequence[int] | Request, sampling: Sampling | None = None, *,
+               id: str | None = None) -> Request:
+        """Queue one answer. ValueError for bad input or an id in use; what is under way is not touched."""
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id)
+        if request.sampling.n != 1:
+            raise ValueError(f"n is {request.sampling.n}; submit makes one answer, LLM.generate makes n")
+        if request.id in self.scheduler.running or any(r.id == request.id for r in self.scheduler.waiting):
+            raise ValueError(f"request id {request.id!r} is in use; give another or abort the first")
+        self.scheduler.submit(request)
+        return request
+
+    def step(self) -> list[Chunk]:
+        """Run one turn and return the tokens that came out of it; [] when idle. If a turn raises, every request under
+        way is aborted, so that the engine can go on with others, and the error goes to the caller."""
+        aborted, self._aborted = self._aborted, []
+        self._account(None, aborted)
+        if self.scheduler.idle:
+            return aborted
+        try:
+            plan = self.scheduler.next()
+            result = self.runner.run(plan)
+            chunks = self.scheduler.update(plan, result)
+        except BaseException:
+            for request_id in [*self.scheduler.running, *(r.id for r in self.scheduler.waiting)]:
+                self.abort(request_id)
+            raise
+        self._account(result.work, chunks)
+        return aborted + chunks
+
+    def abort(self, request_id: str) -> bool:
+        """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its
+        last Chunk."""
+        chunk = self.scheduler.abort(request_id)
+        if chunk is not None:
+            self._aborted.append(chunk)
+        return chunk is not None
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the engine was made, and what is held now."""
+        shape = self.model.shape
+        flips = [state[:, 3].sum().item() for policy, state in self.runner.states.items() if hasattr(policy, "flips")]
+        return {"turns": self.scheduler.turn, "running": len(self.scheduler.running),
+                "waiting": len(self.scheduler.waiting), "finished": dict(self._ends), "usage": asdict(self._usage),
+                "fill": self.fill.name, "segments": shape.segments, "pages": self.pages.count,
+                "pages_in_use": self.pages.in_use, "pages_peak": self._peak_pages,
+                "kv_bytes": self.runner.pool.data.nbytes, **({"gate_flips": int(sum(flips))} if flips else {})}
+
+    def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Token ids of a prompt, checked. A string is encoded with the checkpoint's tokenizer."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the prompt is a string, but this checkpoint has no tokenizer; give token ids, or a "
+                                 "tokenizer= to LLM")
+            prompt = self.tokenizer.encode(prompt)
+        self._check_ids("prompt", prompt)
+        if len(prompt) > self.model.shape.max_positions:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; this model's length is "
+                             f"{self.model.shape.max_positions}: shorten the prompt")
+        return tuple(prompt)
+
+    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
+        vocab = self.model.shape.vocab
+        if len(ids) == 0:
+            raise ValueError(f"the {what} is empty; give at least one token")
+        for at, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
+                raise ValueError(f"the {what} has {token!r} at index {at}; allowed: token ids 0 .. {vocab - 1}")
+
+    def _check_trace(self, request: Request) -> None:
+        trace, forced = request.sampling.trace, request.forced
+        outputs = max(map(len, forced)) if forced else request.max_tokens
+        if trace is not None and len(trace) < outputs:
+            raise ValueError(f"trace has {len(trace)} depths, but the request may produce {outputs} tokens; give one "
+                             f"depth for each, or lower max_tokens")
+
+    def _check_pool(self, request: Request) -> None:
+        positions = self.scheduler.positions_of(request)
+        needed, size = self.pages.needed(positions), self.pages.size
+        if needed > self.pages.count:
+            raise ValueError(f"prompt and answer may need {positions} K/V positions, {needed} pages of {size}; the "
+                             f"pool has {self.pages.count}: raise kv_pages, or shorten the prompt or max_tokens")
+
+    def _account(self, work: TurnWork | None, chunks: list[Chunk]) -> None:
+        if work is not None and self.work is not None:
+            self.work.append(work)
+        self._peak_pages = max(self._peak_pages, self.pages.in_use)
+        for chunk in chunks:
+            if chunk.output is not None:
+                self._ends[chunk.output.finish_reason] += 1
+                self._usage += chunk.output.usage
+
+
+def default_pages(model: Model, planes: int, slots: int, page_size: int) -> int:
+    """Pages for `slots` requests of 2,048 positions (less on a shorter model), as far as memory goes: 4 GiB on a CPU,
+    half of what is free on a GPU. One request of that length always fits."""
+    shape = model.shape
+    a_slot = -(-min(shape.max_positions, DEFAULT_CONTEXT) // page_size)
+    item = torch.empty((), dtype=model.dtype).element_size()
+    page_bytes = 2 * shape.layers * planes * page_size * shape.kv_heads * shape.head_dim * item
+    room = torch.cuda.mem_get_info(model.device)[0] // 2 if model.device.type == "cuda" else DEFAULT_POOL_BYTES
+    return max(a_slot, min(slots * a_slot, room // page_bytes))

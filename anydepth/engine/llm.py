@@ -1,0 +1,187 @@
+"""Text in, text out: the face of the engine for everyone who does not drive it themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from anydepth.engine.engine import Engine
+from anydepth.engine.philox import derive, fresh_seed
+from anydepth.models.load import load_checkpoint
+from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
+
+Prompt = str | Sequence[int]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@strict_options
+class LLM:
+    """A loaded model and its engine.
+
+    model: "nano", "nano-plain", "smollm2-135m", a folder of safetensors, a .gguf file, or a hub id.
+    fill: "full", "last_exited" (default of looped models), "shared". segments: for layered models, layers a segment or
+    the list of exit layers. kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
+    tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
+
+    Example: LLM("nano").generate("Ann has 5 . How many has Ann ?")[0].text
+    """
+
+    def __init__(self, model: str | Path, *, fill: str | None = None, signals: str = "sync",
+                 segments: int | Sequence[int] | None = None, dtype: str | None = None, device: str = "cpu",
+                 max_batch: int = 32, page_size: int = 16, kv_pages: int | None = None, max_batched_tokens: int = 512,
+                 revision: str | None = None, tokenizer: str | Path | None = None,
+                 gate_dtype: str = "float32") -> None:
+        if signals != "sync":
+            raise ValueError(f"signals is {signals!r}; allowed: 'sync'")
+        self.checkpoint = load_checkpoint(model, dtype=dtype, device=device, segments=segments, revision=revision,
+                                          tokenizer=tokenizer)
+        self.tokenizer = self.checkpoint.tokenizer
+        self.engine = Engine(self.checkpoint.model, tokenizer=self.tokenizer, eos_ids=self.checkpoint.eos_ids,
+                             fill=fill, max_batch=max_batch, page_size=page_size, kv_pages=kv_pages,
+                             max_batched_tokens=max_batched_tokens, gate_dtype=gate_dtype)
+        self._inbox: dict[str, list[Chunk]] = {}  # of iterators under way
+        self._mail: set[str] = set()  # whose inbox is not empty
+
+    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, *,
+                 progress: bool = False) -> list[Output]:
+        """Answers to all prompts, n each, prompt-major. One Sampling for all or one a prompt. Every prompt is checked
+        before any work begins; ValueError names the one that is wrong. `progress` draws a bar on stderr."""
+        requests = self._requests(prompts, sampling, streaming=False)
+        outputs: dict[str, Output] = {}
+        for chunk in _with_progress(self._run(requests), len(requests)) if progress else self._run(requests):
+            if chunk.output is not None:
+                outputs[chunk.request_id] = chunk.output
+        return [outputs[request.id] for request in requests]
+
+    def chat(self, messages: Messages | Sequence[Messages], sampling: Sampling | None = None) -> list[Output]:
+        """Answers to one conversation (a list of {"role", "content"}) or to several, through the chat template."""
+        return self.generate(self.chat_ids(messages), sampling)
+
+    def chat_ids(self, messages: Messages | Sequence[Messages]) -> list[list[int]]:
+        """Token ids of conversations, as the template writes them and with the answer's opening."""
+        if self.tokenizer is None:
+            raise ValueError("a chat needs a tokenizer, which this checkpoint has not; give token ids to generate")
+        chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        return [self.tokenizer.chat(chat) for chat in chats]  # type: ignore[arg-type]
+
+    def stream(self, prompts: Prompt | Sequence[Prompt],
+               sampling: Sampling | Sequence[Sampling] | None = None) -> Iterator[Chunk]:
+        """Tokens of one or several answers as they come (`Chunk.request_id` tells answers apart). Closing the
+        iterator early aborts what is left. Checks are made before the first token is asked for."""
+        return self._run(self._requests(prompts, sampling, streaming=True))
+
+    def score(self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt],
+              sampling: Sampling | None = None) -> list[Score]:
+        """Log-likelihood of each continuation after its context, under the policy of `sampling`.
+
+        The context is prefilled without its last token; that one and each continuation token but the last run as
+        decode rows. Pairs of equal context prefill it once. For strings, the continuation's ids are what
+        encode(context + continuation) adds to encode(context). Raw logprobs, one a continuation token.
+        """
+        pairs = self._pairs(_listed(contexts), _listed(continuations))
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (context, _) in enumerate(pairs):
+            groups.setdefault(context, []).append(index)
+        requests, owners = [], {}
+        for context, members in groups.items():
+            request = self.engine.prepare(context, sampling, forced=[pairs[i][1] for i in members], streaming=False)
+            requests.append(request)
+            owners[request.id] = iter(members)
+        scores: dict[int, Score] = {}
+        for chunk in self._run(requests):
+            if chunk.score is not None:
+                scores[next(owners[chunk.request_id])] = chunk.score
+        return [scores[i] for i in range(len(pairs))]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters of the engine: turns, tokens, segments, pages."""
+        return self.engine.stats()
+
+    def _requests(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, *,
+                  streaming: bool) -> list[Request]:
+        prompts = _listed(prompts)
+        each = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(each)} Samplings for {len(prompts)} prompts; give one, or one a prompt")
+        requests = []
+        for i, (prompt, ask) in enumerate(zip(prompts, each, strict=True)):
+            seed = fresh_seed() if ask.seed is None else ask.seed
+            # One Sampling for several prompts gives each its own randomness; a prompt's own Sampling counts from 0.
+            own = 0 if isinstance(sampling, Sequence) else i
+            for j in range(ask.n):
+                try:
+                    requests.append(self.engine.prepare(prompt, replace(ask, n=1), seed=derive(seed, own, j),
+                                                        streaming=streaming, prompt_index=i, answer_index=j))
+                except ValueError as error:
+                    raise ValueError(f"prompt {i}: {error}") from error
+        return requests
+
+    def _pairs(self, contexts: Sequence[Prompt], continuations: Sequence[Prompt]) -> list[tuple[tuple[int, ...], ...]]:
+        if len(contexts) != len(continuations):
+            raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations; give as many of each")
+        pairs = []
+        for context, continuation in zip(contexts, continuations, strict=True):
+            if isinstance(context, str) != isinstance(continuation, str):
+                raise ValueError("a context and its continuation must both be strings or both be token ids")
+            ids = self.engine.prompt_ids(context)
+            if isinstance(context, str):
+                assert isinstance(continuation, str) and self.tokenizer is not None
+                continuation = self.tokenizer.encode(context + continuation)[len(ids) :]
+            pairs.append((ids, tuple(continuation)))
+        return pairs
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Queue the requests now; the iterator yields their chunks."""
+        for request in requests:
+            self.engine.submit(request)
+            self._inbox[request.id] = []
+        return self._drain({request.id for request in requests})
+
+    def _drain(self, left: set[str]) -> Iterator[Chunk]:
+        """Step the engine until all of `left` have ended. Chunks of others wait in their inbox; ours may be in our own
+        when another iterator stepped the engine meanwhile."""
+        try:
+            while left:
+                ready = [chunk for id in self._mail & left for chunk in self._taken(id)]
+                for chunk in self.engine.step() if not ready else ():
+                    if chunk.request_id in left:
+                        ready.append(chunk)
+                    elif chunk.request_id in self._inbox:
+                        self._inbox[chunk.request_id].append(chunk)
+                        self._mail.add(chunk.request_id)
+                for chunk in ready:
+                    if chunk.finish_reason:
+                        left.discard(chunk.request_id)
+                        self._inbox.pop(chunk.request_id)
+                    yield chunk
+        finally:
+            for id in left:
+                self.engine.abort(id)
+                self._inbox.pop(id, None)
+
+    def _taken(self, id: str) -> list[Chunk]:
+        self._mail.discard(id)
+        waiting, self._inbox[id] = self._inbox[id], []
+        return waiting
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """A list of prompts, also from one string or one list of ids."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _with_progress(chunks: Iterator[Chunk], total: int) -> Iterator[Chunk]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    with Progress("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                  console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=total)
+        for chunk in chunks:
+            if chunk.finish_reason:
+                bar.advance(task)
+            yield chunk

@@ -1,0 +1,216 @@
+"""Every tensor of a run, by slot: hidden rows, policy states, sampling settings, K/V. The synchronous runner.
+
+One turn embeds nothing by itself: a row's next token is embedded when the row leaves, so that at every turn's start the
+pool `h` holds what each decode row carries into its next segment. Shape suffixes: S slots, B decode rows, N all rows of
+the turn, L rows that leave; others as in `models.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anydepth.engine.sampling import Sampler
+from anydepth.engine.scheduler import Plan, Read, Result, Row, Sequence, TurnWork
+from anydepth.exits.base import Policy
+from anydepth.models.base import Model
+from anydepth.ops.fill import Fill
+from anydepth.ops.kv import KVMap, KVPool
+
+
+class Leaving(NamedTuple):
+    """Rows that leave in this turn: their places in the plan, readout depths, and the states to read."""
+
+    rows: list[int]
+    depths: list[int]
+    h_Ld: Tensor
+
+
+class Runner:
+    """Runs plans on one device. `context` is the most positions a slot may hold."""
+
+    def __init__(self, model: Model, fill: Fill, *, slots: int, pages: int, page_size: int, context: int) -> None:
+        self.model, self.fill, self.segments = model, fill, model.shape.segments
+        shape, place = model.shape, {"device": model.device}
+        self.pool = KVPool(shape, fill.planes(shape), pages, page_size, dtype=model.dtype, device=model.device)
+        self.map = KVMap(self.pool, slots, context)
+        self.h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, **place)
+        self.read_h_Sd = torch.zeros_like(self.h_Sd)
+        self.read_depth_S = torch.zeros(slots, dtype=torch.int64, **place)
+        self.states: dict[Policy, Tensor] = {}
+        self.chunks: dict[int, Tensor] = {}
+        self.sampler = Sampler(slots, context, shape.vocab, model.device)
+
+    @torch.inference_mode()
+    def run(self, plan: Plan) -> Result:
+        """One turn: every row of the plan through its segment; rows that leave are read out and sampled."""
+        for sequence in plan.admitted:
+            self._seat(sequence)
+        decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
+        slots_B = self._index([row.slot for row in decode])
+        depth_B = self._index([row.depth for row in decode])
+        context = max((row.start for row in decode), default=0) + 1
+        kv = self.map.turn(slots_B, self._index([row.start for row in decode]), depth_B, context,
+                           [(row.slot, row.start, row.count, row.depth) for row in prefill])
+        h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
+
+        h_Bd = h_Nd[: len(decode)]
+        if decode:
+            self.h_Sd.index_copy_(0, slots_B, h_Bd)
+        asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
+        decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
+        if self.fill.runs_on:
+            leaving = self._leave_full(decode, decided, slots_B, depth_B, h_Bd)
+        else:
+            leaving = self._leave_early(decode, decided, h_Bd)
+        copies = self._fill(leaving, kv.write_N)
+        reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
+        return Result(reads, _work(plan, decode, prefill, len(asked), len(reads), copies))
+
+    def _index(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.model.device)
+
+    def _seat(self, sequence: Sequence) -> None:
+        """Write what a request brings into its slot. Nothing of the slot's former tenant is read again."""
+        request, slot = sequence.request, sequence.slot
+        self.map.seat(slot, sequence.pages)
+        self.h_Sd[slot] = self.model.embed(self._index([request.prompt_ids[-1]]))[0]
+        policy = request.policy
+        assert isinstance(policy, Policy)
+        if policy.needs != "nothing":
+            numbers = policy.parameters(request.sampling, request.bounds, self.segments)
+            state = policy.start(torch.tensor([numbers], dtype=torch.float64, device=self.model.device))
+            pool = self.states.setdefault(policy, state.new_zeros(len(self.h_Sd), state.shape[1]))
+            pool[slot] = state[0]
+        self.sampler.seat(slot, request)
+
+    def _carried(self, slots_B: Tensor, prefill: tuple[Row, ...]) -> Tensor:
+        """h [N, d] that the turn's rows carry into their segment: decode rows, then prefill rows."""
+        parts = [self.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
+        for row in prefill:
+            if row.depth == 1:
+                ids = row.sequence.request.prompt_ids[row.start : row.start + row.count]
+                parts.append(self.model.embed(self._index(ids)))
+            else:
+                parts.append(self.chunks.pop(row.slot))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decide(self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor,
+                h_Bd: Tensor) -> list[tuple[list[int], Tensor]]:
+        """(rows, leave) for every policy that has rows to decide on."""
+        groups: dict[Policy, list[int]] = {}
+        for i in asked:
+            groups.setdefault(decode[i].sequence.request.policy, []).append(i)  # type: ignore[arg-type]
+        decided = []
+        for policy, rows in groups.items():
+            everyone = len(rows) == len(decode)
+            index = slice(None) if everyone else self._index(rows)
+            slots, depth, h = slots_B[index], depth_B[index], h_Bd[index]
+            k = decode[rows[0]].depth
+            seen = (self.model.signal(k, h) if policy.needs == "signal" else
+                    self.model.readout(k, h) if policy.needs == "logits" else h)
+            states = self.states[policy]
+            leave, state = policy.decide(states.index_select(0, slots), depth, seen)
+            states.index_copy_(0, slots, state)
+            decided.append((rows, leave))
+        return decided
+
+    def _leave_early(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]],
+                     h_Bd: Tensor) -> Leaving:
+        """A row leaves at the depth it is read. Here the host reads who leaves."""
+        leaves = [row.depth == _latest(row) for row in decode]
+        for rows, leave in decided:
+            for i, left in zip(rows, leave.tolist(), strict=True):
+                leaves[i] = left
+        out = [i for i, left in enumerate(leaves) if left]
+        h_Ld = h_Bd if len(out) == len(decode) else h_Bd.index_select(0, self._index(out))
+        return Leaving(out, [decode[i].depth for i in out], h_Ld)
+
+    def _leave_full(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]], slots_B: Tensor,
+                    depth_B: Tensor, h_Bd: Tensor) -> Leaving:
+        """Rows run on to R; the state of the readout depth is kept on the device until then."""
+        watched = [i for i, row in enumerate(decode) if row.read != self.segments]
+        if watched:
+            take_B = torch.tensor([row.depth == _latest(row) for row in decode], device=self.model.device)
+            for rows, leave in decided:
+                take_B[self._index(rows)] = leave
+            self._snapshot(self._index(watched), take_B, slots_B, depth_B, h_Bd)
+        out = [i for i, row in enumerate(decode) if row.depth == self.segments]
+        h_Ld, depths = h_Bd.index_select(0, self._index(out)), [self.segments] * len(out)
+        early = [j for j, i in enumerate(out) if decode[i].read != self.segments]
+        if early:
+            slots = self._index(decode[out[j]].slot for j in early)
+            h_Ld[self._index(early)] = self.read_h_Sd[slots]
+            for j, depth in zip(early, self.read_depth_S[slots].tolist(), strict=True):
+                depths[j] = depth
+        return Leaving(out, depths, h_Ld)
+
+    def _snapshot(self, watched: Tensor, take_B: Tensor, slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor) -> None:
+        """Keep h and depth of watched rows whose policy leaves now for the first time in this token (read_depth 0)."""
+        slots, depth, h = slots_B[watched], depth_B[watched], h_Bd[watched]
+        before = torch.where(depth == 1, 0, self.read_depth_S[slots])
+        now = take_B[watched] & (before == 0)
+        self.read_h_Sd[slots] = torch.where(now.unsqueeze(1), h, self.read_h_Sd[slots])
+        self.read_depth_S[slots] = torch.where(now, depth, before)
+
+    def _fill(self, leaving: Leaving, write_N: Tensor) -> tuple[int, ...]:
+        """Fill the deeper planes of rows that left early; the depths they left at."""
+        if not self.fill.copies:
+            return ()
+        early = [(i, depth) for i, depth in zip(leaving.rows, leaving.depths, strict=True) if depth < self.segments]
+        if not early:
+            return ()
+        rows, depths = zip(*early, strict=True)
+        self.fill.leave(self.pool, write_N[self._index(rows)], self._index(depths))
+        return depths
+
+    def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
+        """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""
+        start, rows, states = plan.decode_rows, list(leaving.rows), [leaving.h_Ld]
+        for index, row in enumerate(plan.rows[plan.decode_rows :], plan.decode_rows):
+            end = start + row.count
+            if row.depth < self.segments:
+                self.chunks[row.slot] = h_Nd[start:end]
+            elif row.last:
+                rows.append(index)
+                states.append(h_Nd[end - 1 : end])
+            start = end
+        depths = leaving.depths + [self.segments] * (len(rows) - len(leaving.rows))
+        return Leaving(rows, depths, states[0] if len(states) == 1 else torch.cat(states))
+
+    def _read(self, rows: tuple[Row, ...], leaving: Leaving) -> tuple[Read, ...]:
+        """Readout and sampling of the rows that leave, and the embedding of what they carry on with."""
+        if not leaving.rows:
+            return ()
+        sequences = [rows[i].sequence for i in leaving.rows]
+        choice = self.sampler.choose(sequences, self._logits(leaving))
+        slots = self._index(sequence.slot for sequence in sequences)
+        self.h_Sd.index_copy_(0, slots, self.model.embed(choice.feed_L))
+        return tuple(map(Read, leaving.rows, choice.token_L.tolist(), leaving.depths, choice.logprobs, choice.greedy))
+
+    def _logits(self, leaving: Leaving) -> Tensor:
+        """[L, V]. A layered model may read each depth its own way, a looped one reads all alike."""
+        depths = set(leaving.depths)
+        if self.model.shape.shared_weights or len(depths) == 1:
+            return self.model.readout(leaving.depths[0], leaving.h_Ld)
+        logits = leaving.h_Ld.new_empty(len(leaving.rows), self.model.shape.vocab)
+        for depth in depths:
+            at = self._index(j for j, d in enumerate(leaving.depths) if d == depth)
+            logits[at] = self.model.readout(depth, leaving.h_Ld[at])
+        return logits
+
+
+def _latest(row: Row) -> int:
+    """The depth at which a decode row is read whatever its policy says."""
+    return row.sequence.request.bounds[1] if row.read is None else row.read
+
+
+def _work(plan: Plan, decode: tuple[Row, ...], prefill: tuple[Row, ...], signals: int, readouts: int,
+          copies: tuple[int, ...]) -> TurnWork:
+    decode_context = sum(row.start for row in decode) + len(decode)
+    chunk_context = sum(row.count * row.start + row.count * (row.count + 1) // 2 for row in prefill)
+    return TurnWork(plan.segment, len(decode), sum(row.count for row in prefill), decode_context + chunk_context,
+                    decode_context + sum(row.start + row.count for row in prefill), signals, readouts, copies)

@@ -1,0 +1,161 @@
+"""From logits to one token a row. The functions are of tensors, without a host read; `Sampler` holds their settings.
+
+Shape suffixes: N rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as List
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anydepth.engine.philox import uniforms
+from anydepth.engine.scheduler import Sequence
+from anydepth.types import Request
+
+
+class Settings(NamedTuple):
+    """What each of N sampled rows asks for: float64 temperature, int64 top_k (V + 1: all), float64 top_p (1: all)."""
+
+    temperature_N: Tensor
+    top_k_N: Tensor
+    top_p_N: Tensor
+
+
+def greedy(logits_NV: Tensor) -> Tensor:
+    """The largest logit's id, [N]; ties go to the lower id."""
+    return logits_NV.argmax(-1)
+
+
+def processed(logits_NV: Tensor, settings: Settings, *, max_k: int | None, any_top_p: bool) -> Tensor:
+    """Probabilities after temperature, top-k and top-p, renormalised; [N, V] float64.
+
+    Top-k keeps exactly k (ties: lower id); top-p keeps the token that crosses, measured on the renormalised top-k,
+    equal probabilities in ascending id. `max_k` is the largest top_k among the rows (None: no row has one).
+    """
+    wide = logits_NV.double()
+    # The largest logit becomes 0 first: a tiny temperature then sends the others to -inf instead of overflowing.
+    scaled = (wide - wide.amax(-1, keepdim=True)) / settings.temperature_N.unsqueeze(1)
+    if max_k is not None:
+        scaled = scaled.masked_fill(~_top_k(scaled, settings.top_k_N, max_k), float("-inf"))
+    probabilities = scaled.softmax(-1)
+    if any_top_p:
+        ordered, ids = probabilities.sort(stable=True, dim=-1, descending=True)
+        dropped = ordered.cumsum(-1).roll(1, -1) >= settings.top_p_N.unsqueeze(1)
+        dropped[:, 0] = False
+        dropped &= (settings.top_p_N < 1).unsqueeze(1)
+        probabilities = torch.zeros_like(probabilities).scatter_(1, ids, ordered.masked_fill(dropped, 0.0))
+        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+    return probabilities
+
+
+def _top_k(scaled_NV: Tensor, top_k_N: Tensor, max_k: int) -> Tensor:
+    """Mask of exactly top_k entries a row: those above the k-th largest, then equal ones in ascending id."""
+    k_N1 = top_k_N.unsqueeze(1)
+    cut = scaled_NV.topk(max_k, -1).values.gather(1, (k_N1 - 1).clamp(max=max_k - 1))
+    above, equal = scaled_NV > cut, scaled_NV == cut
+    room = k_N1 - above.sum(-1, keepdim=True)
+    return (above | (equal & (equal.cumsum(-1) <= room))) | (k_N1 > max_k)
+
+
+def pick(probabilities_NV: Tensor, u_N: Tensor) -> Tensor:
+    """The first id, ascending, whose cumulative probability exceeds u; the last possible id if none does. [N]"""
+    token = (probabilities_NV.cumsum(-1) <= u_N.unsqueeze(1)).sum(-1)
+    last = probabilities_NV.shape[1] - 1 - (probabilities_NV > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(token, last)
+
+
+def raw_logprobs(logits_NV: Tensor, token_N: Tensor) -> Tensor:
+    """log-softmax of the logits at the token, [N], float64."""
+    wide = logits_NV.double()
+    return wide.gather(1, token_N.unsqueeze(1)).squeeze(1) - wide.logsumexp(-1)
+
+
+def processed_logprobs(probabilities_NV: Tensor, token_N: Tensor) -> Tensor:
+    """log of the processed probability at the token, [N], float64."""
+    return probabilities_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).log()
+
+
+class Choice(NamedTuple):
+    """What each of L rows gives: its token, what its sequence feeds next, the token's logprob if it was asked for, and
+    whether it was the argmax."""
+
+    token_L: Tensor
+    feed_L: Tensor
+    logprobs: List[float | None]
+    greedy: List[bool]
+
+
+class Sampler:
+    """Sampling settings and uniforms of every slot, and the choice of tokens for rows that leave."""
+
+    def __init__(self, slots: int, context: int, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.uniform_SI = torch.zeros(slots, context + 1, dtype=torch.float64, device=device)
+        self.settings = Settings(torch.ones(slots, dtype=torch.float64, device=device),
+                                 torch.zeros(slots, dtype=torch.int64, device=device),
+                                 torch.ones(slots, dtype=torch.float64, device=device))
+
+    def seat(self, slot: int, request: Request) -> None:
+        """Write a request's settings and all its uniforms (they depend on seed and output index alone)."""
+        ask = request.sampling
+        if ask.temperature > 0 and not request.forced:
+            drawn = torch.from_numpy(uniforms(request.seed, request.max_tokens))
+            self.uniform_SI[slot, : len(drawn)] = drawn.to(self.uniform_SI.device)
+            top_k = self.vocab + 1 if ask.top_k is None else min(ask.top_k, self.vocab)
+            for pool, value in zip(self.settings, (ask.temperature, top_k, ask.top_p), strict=True):
+                pool[slot] = value
+
+    def choose(self, sequences: List[Sequence], logits_LV: Tensor) -> Choice:
+        """One token for each sequence: its target where it is being scored, else sampled, else the argmax."""
+        best = greedy(logits_LV)
+        token, feed = best, None
+        forced = [j for j, s in enumerate(sequences) if s.request.forced]
+        drawn = [j for j, s in enumerate(sequences) if s.request.sampling.temperature > 0 and not s.request.forced]
+        logprobs: list[float | None] = [None] * len(sequences)
+        if drawn:
+            token = token.clone()
+            self._draw(sequences, drawn, logits_LV, token, logprobs)
+        if forced:
+            token = token.clone()
+            token[self._index(forced)] = self._index(_target(sequences[j]) for j in forced)
+            feed = token.clone()
+            feed[self._index(forced)] = self._index(_next_input(sequences[j]) for j in forced)
+        raw = [j for j, s in enumerate(sequences) if s.request.forced or s.logprobs_mode == "raw"]
+        if raw:
+            at = self._index(raw)
+            for j, logprob in zip(raw, raw_logprobs(logits_LV[at], token[at]).tolist(), strict=True):
+                logprobs[j] = logprob
+        matches = (token == best).tolist() if forced else [True] * len(sequences)
+        return Choice(token, token if feed is None else feed, logprobs, matches)
+
+    def _draw(self, sequences: List[Sequence], drawn: list[int], logits_LV: Tensor, token_L: Tensor,
+              logprobs: list[float | None]) -> None:
+        """Sample rows `drawn` into `token`, and their processed logprobs where asked for."""
+        asks = [sequences[j].request.sampling for j in drawn]
+        at, slots = self._index(drawn), self._index(sequences[j].slot for j in drawn)
+        settings = Settings(*(pool[slots] for pool in self.settings))
+        max_k = max((min(ask.top_k, self.vocab) for ask in asks if ask.top_k is not None), default=None)
+        chances = processed(logits_LV[at], settings, max_k=max_k, any_top_p=any(ask.top_p < 1 for ask in asks))
+        u = self.uniform_SI[slots, self._index(len(sequences[j].token_ids) for j in drawn)]
+        token_L[at] = pick(chances, u)
+        if any(sequences[j].logprobs_mode == "processed" for j in drawn):
+            for j, logprob in zip(drawn, processed_logprobs(chances, token_L[at]).tolist(), strict=True):
+                logprobs[j] = logprob if sequences[j].logprobs_mode == "processed" else None
+
+    def _index(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.uniform_SI.device)
+
+
+def _target(sequence: Sequence) -> int:
+    assert sequence.target is not None
+    return sequence.target[len(sequence.token_ids)]
+
+
+def _next_input(sequence: Sequence) -> int:
+    """What a scored sequence feeds next: its target token, or the prompt's last token where a continuation ends."""
+    ends = len(sequence.token_ids) + 1 == len(sequence.target or ())
+    return sequence.request.prompt_ids[-1] if ends else _target(sequence)

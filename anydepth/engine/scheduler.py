@@ -1,0 +1,307 @@
+"""Who runs next: queues, admission, and the one place where a request's progress changes. Imports no torch.
+
+A request waits, is prefilled in chunks (each chunk takes R turns, one a segment), then decodes: a token read at depth d
+takes d turns. Entering and leaving ride on a segment's turn.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from anydepth.engine.pages import Pages
+from anydepth.types import Chunk, FinishReason, Output, Request, Score, Usage
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request in a slot, and how far it has come. The scheduler writes it, the runner reads it.
+
+    `depth` is the segment it runs next; `chunk` the prompt positions in flight (0: none). `prefill_end` is where
+    prefill stops: the whole prompt, or all but its last token when that one is a decode row. `planned` is the readout
+    depth of the next output, None when the policy decides on the way.
+    """
+
+    request: Request
+    slot: int
+    pages: tuple[int, ...]
+    prefill_end: int
+    prefilled: int = 0
+    chunk: int = 0
+    depth: int = 1
+    planned: int | None = None
+    ready_since: int = 0
+    scored: int = 0  # continuations finished
+    token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    greedy: bool = True
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.prefilled < self.prefill_end
+
+    @property
+    def position(self) -> int:
+        """Position of the token a decode row carries: the prompt's last one at first, then each output's."""
+        return self.prefill_end + len(self.token_ids) - (self.prefill_end == len(self.request.prompt_ids))
+
+    @property
+    def logprobs_mode(self) -> Literal["raw", "processed"] | None:
+        """What its logprobs are: greedy reports raw ones either way."""
+        sampling = self.request.sampling
+        return "raw" if sampling.logprobs and sampling.temperature == 0 else sampling.logprobs
+
+    @property
+    def target(self) -> tuple[int, ...] | None:
+        """The continuation being scored, None when tokens are sampled."""
+        return self.request.forced[self.scored] if self.request.forced else None
+
+
+class Row(NamedTuple):
+    """One sequence's part of a turn: `count` positions from `start`, through segment `depth`.
+
+    `read` is the planned readout depth of a decode row (None: the policy decides); a prefill row has `prefill` set, and
+    `last` where its readout gives the first token.
+    """
+
+    sequence: Sequence
+    slot: int
+    depth: int
+    start: int
+    count: int
+    read: int | None
+    prefill: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one turn runs: decode rows first, then prefill rows, and the sequences that take a slot with it."""
+
+    segment: int  # of a layered model; with shared weights every row has its own depth
+    rows: tuple[Row, ...]
+    decode_rows: int
+    admitted: tuple[Sequence, ...]
+
+
+class TurnWork(NamedTuple):
+    """Rows that went through each part of the model in one turn, so that a bound is a sum over turns.
+
+    `attended` is the sum of contexts over rows (each multiplies), `kv_read` the positions whose K/V had to be read (a
+    prefill chunk's rows share theirs). `copies` lists the depths that were copied from, one a row.
+    """
+
+    segment: int
+    decode_rows: int
+    prefill_rows: int
+    attended: int
+    kv_read: int
+    signal_rows: int
+    readout_rows: int
+    copies: tuple[int, ...]
+
+
+class Read(NamedTuple):
+    """A row that left: its token, readout depth, the token's logprob if wanted, whether it was the argmax."""
+
+    row: int
+    token_id: int
+    depth: int
+    logprob: float | None
+    greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the runner reports of a plan: the rows that left (all others go one segment deeper), and the work done."""
+
+    reads: tuple[Read, ...]
+    work: TurnWork
+
+
+class Scheduler:
+    """Continuous batching by depth over `slots` slots and one page pool.
+
+    A request takes all the pages it may need when it is admitted, in order of arrival. With `layered` a turn is one
+    segment: the one whose oldest row has been ready longest, so that no ready row waits more than R turns.
+    """
+
+    def __init__(self, *, segments: int, slots: int, pages: Pages, layered: bool, max_batched_tokens: int,
+                 prefill_rows: int | None) -> None:
+        self.segments, self.pages, self.layered = segments, pages, layered
+        self.max_batched_tokens, self.prefill_rows = max_batched_tokens, prefill_rows
+        self.waiting: deque[Request] = deque()
+        self.running: dict[str, Sequence] = {}
+        self.turn = 0
+        self._slots = list(range(slots - 1, -1, -1))
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def positions_of(self, request: Request) -> int:
+        """K/V positions a request may need: its last output token is never fed back."""
+        outputs = max(map(len, request.forced)) if request.forced else request.max_tokens
+        return len(request.prompt_ids) + outputs - 1
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def next(self) -> Plan:
+        """The next turn's plan; it stands until `update`. Admits what fits."""
+        admitted = self._admit()
+        self._cut_chunks()
+        ready = [s for s in self.running.values() if s.chunk or not s.prefilling]
+        segment = 1
+        if self.layered and ready:
+            segment = min(ready, key=lambda s: s.ready_since).depth
+            ready = [s for s in ready if s.depth == segment]
+        decode = [Row(s, s.slot, s.depth, s.position, 1, s.planned, False, False) for s in ready if not s.prefilling]
+        prefill = [self._prefill_row(s) for s in ready if s.prefilling]
+        return Plan(segment, (*decode, *prefill), len(decode), admitted)
+
+    def update(self, plan: Plan, result: Result) -> list[Chunk]:
+        """Move every row of the plan on by what the runner reports; returns the tokens that came out, in row order."""
+        self.turn += 1
+        reads = {read.row: read for read in result.reads}
+        chunks: list[Chunk] = []
+        for index, row in enumerate(plan.rows):
+            sequence = row.sequence
+            sequence.ready_since = self.turn
+            if row.prefill:
+                sequence.usage.segments_prefill += row.count
+            else:
+                sequence.usage.segments_executed += 1
+            read = reads.get(index)
+            if read is not None:
+                if row.prefill:
+                    self._chunk_done(sequence)
+                chunks.append(self._token(sequence, read))
+            elif row.prefill and row.depth == self.segments:
+                self._chunk_done(sequence)
+            else:
+                sequence.depth += 1
+        return chunks
+
+    def abort(self, request_id: str) -> Chunk | None:
+        """Drop a request wherever it stands; the Chunk that says so, or None if it is not known here."""
+        for request in self.waiting:
+            if request.id == request_id:
+                self.waiting.remove(request)
+                return self._finish(Sequence(request, -1, (), 0), "abort", "" if request.text else None)
+        sequence = self.running.get(request_id)
+        if sequence is None:
+            return None
+        return self._finish(sequence, "abort", sequence.request.text.end() if sequence.request.text else None)
+
+    def _admit(self) -> tuple[Sequence, ...]:
+        admitted = []
+        while self.waiting and self._slots:
+            request = self.waiting[0]
+            needed = self.pages.needed(self.positions_of(request))
+            if not self.pages.can_take(needed):
+                break
+            self.waiting.popleft()
+            as_row = bool(request.forced) or request.sampling.first_token == "policy"
+            sequence = Sequence(request, self._slots.pop(), self.pages.take(needed),
+                                len(request.prompt_ids) - as_row, ready_since=self.turn)
+            sequence.usage.prompt_tokens = len(request.prompt_ids)
+            if not sequence.prefilling:
+                self._plan_depth(sequence)
+            self.running[request.id] = sequence
+            admitted.append(sequence)
+        return tuple(admitted)
+
+    def _cut_chunks(self) -> None:
+        """Give prefilling sequences without a chunk their next one, within the prompt tokens a turn may carry."""
+        room = self.max_batched_tokens - sum(s.chunk for s in self.running.values())
+        for sequence in self.running.values():
+            if room < 1:
+                break
+            if sequence.prefilling and not sequence.chunk:
+                rows = min(sequence.prefill_end - sequence.prefilled, room, self.prefill_rows or room)
+                sequence.chunk, sequence.depth = rows, 1
+                room -= rows
+
+    def _prefill_row(self, s: Sequence) -> Row:
+        last = (s.depth == self.segments and s.prefilled + s.chunk == len(s.request.prompt_ids))
+        return Row(s, s.slot, s.depth, s.prefilled, s.chunk, None, True, last)
+
+    def _chunk_done(self, sequence: Sequence) -> None:
+        sequence.prefilled += sequence.chunk
+        sequence.chunk, sequence.depth = 0, 1
+        if not sequence.prefilling:
+            self._plan_depth(sequence)
+
+    def _plan_depth(self, sequence: Sequence) -> None:
+        request = sequence.request
+        # A trace scores continuation token t with its own entry t; otherwise output i has entry i.
+        sequence.planned = request.policy.planned(request.sampling, len(sequence.token_ids), self.segments)
+
+    def _token(self, sequence: Sequence, read: Read) -> Chunk:
+        """Account one output token, and the end of the answer or of a scored continuation where it is one."""
+        request, usage = sequence.request, sequence.usage
+        sequence.token_ids.append(read.token_id)
+        sequence.depths.append(read.depth)
+        usage.output_tokens += 1
+        if read.logprob is not None:
+            sequence.logprobs.append(read.logprob)
+        if sequence.prefill_end < len(request.prompt_ids) or len(sequence.token_ids) > 1:
+            usage.decode_tokens += 1
+            usage.segments_read += read.depth
+        sequence.depth = 1
+        if request.forced:
+            sequence.greedy &= read.greedy
+            return self._scored(sequence, read)
+        reason, text = self._ending(sequence, read.token_id)
+        if reason:
+            return self._finish(sequence, reason, text, read)
+        self._plan_depth(sequence)
+        return Chunk(text, read.token_id, read.depth, read.logprob, request_id=request.id)
+
+    def _ending(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, str | None]:
+        """(finish reason or None, text that became certain). A stop id's own text is left out."""
+        request = sequence.request
+        text = request.text
+        if token in request.stop_ids:
+            return "stop", text.end() if text else None
+        piece = text.push(token) if text else None
+        if text and text.stopped:
+            return "stop", piece
+        if len(sequence.token_ids) >= request.max_tokens:
+            return "length", piece + text.end() if text else None
+        return None, piece
+
+    def _scored(self, sequence: Sequence, read: Read) -> Chunk:
+        """A teacher-forced token. After a continuation's last one the next begins at the same prefilled context."""
+        request, target = sequence.request, sequence.target
+        assert target is not None
+        if len(sequence.token_ids) < len(target):
+            self._plan_depth(sequence)
+            return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id)
+        score = Score(tuple(sequence.logprobs), tuple(sequence.depths), sequence.greedy, sequence.usage)
+        sequence.scored += 1
+        if sequence.scored == len(request.forced):
+            return self._finish(sequence, "length", None, read, score)
+        sequence.token_ids, sequence.depths, sequence.logprobs = [], [], []
+        sequence.greedy, sequence.usage = True, Usage(prompt_tokens=sequence.usage.prompt_tokens)
+        self._plan_depth(sequence)
+        return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id, score=score)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, text: str | None, read: Read | None = None,
+                score: Score | None = None) -> Chunk:
+        """Free what the sequence holds and wrap up its answer."""
+        request, sampling = sequence.request, sequence.request.sampling
+        if self.running.pop(request.id, None) is not None:
+            self.pages.give_back(sequence.pages)
+            self._slots.append(sequence.slot)
+        output = Output(
+            request_id=request.id, prompt_ids=request.prompt_ids, token_ids=tuple(sequence.token_ids),
+            depths=tuple(sequence.depths), text=request.text.text if request.text else None, finish_reason=reason, usage=sequence.usage, seed=request.seed,
+            logprobs=tuple(sequence.logprobs) if sampling.logprobs else None, logprobs_mode=sequence.logprobs_mode,
+            prompt_index=request.prompt_index, answer_index=request.answer_index)
+        token, depth, logprob = (read.token_id, read.depth, read.logprob) if read else (None, None, None)
+        return Chunk(text, token, depth, logprob, reason, request.id, output, score)

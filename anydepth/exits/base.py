@@ -1,0 +1,82 @@
+"""The contract of an exit policy: when a row stops. Pure and batched: tensors in, tensors out.
+
+A policy is one of two kinds. A *planned* one (`never`, `fixed`, `trace`) knows every token's depth beforehand: the host
+asks `planned` and no tensor is looked at. An *adaptive* one (`gate_cdf`) returns None there; the runner then calls
+`decide` once a segment with what `needs` names, for every row that has not reached its max_depth.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from anydepth.models.base import Shape
+from anydepth.types import Sampling
+
+Needs = Literal["nothing", "signal", "hidden", "logits"]
+
+
+class Policy:
+    """Base of all policies; a new one is one file with one subclass named `Policy`."""
+
+    name: ClassVar[str]
+    needs: ClassVar[Needs] = "nothing"
+
+    def check(self, sampling: Sampling, shape: Shape) -> None:
+        """ValueError for a setting this policy cannot honour on a model of this shape."""
+
+    def planned(self, sampling: Sampling, index: int, segments: int) -> int | None:
+        """Readout depth of output `index` (0-based), or None when only `decide` can tell. Torch-free."""
+        return None
+
+    def parameters(self, sampling: Sampling, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:
+        """The request's own numbers, as many for every request of this policy."""
+        return ()
+
+    def start(self, parameters_NP: Tensor) -> Tensor:
+        """State [N, S] float64 of N fresh rows. It lasts for the whole request; `decide` starts afresh at depth 1."""
+        raise NotImplementedError
+
+    def decide(self, state_NS: Tensor, depth_N: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """(leave [N] bool, new state [N, S]) after segment `depth_N`, given the signal, hidden state or logits seen."""
+        raise NotImplementedError
+
+
+def bounds_of(sampling: Sampling, shape: Shape) -> tuple[int, int]:
+    """(min_depth, max_depth) of a request, checked against the model's R segments."""
+    segments = shape.segments
+    low, high = sampling.min_depth, segments if sampling.max_depth is None else sampling.max_depth
+    for name, value in (("min_depth", low), ("max_depth", high), ("depth", sampling.depth or 1)):
+        if not 1 <= value <= segments:
+            raise ValueError(f"{name} is {value}; this model has {segments} segments, allowed: 1 .. {segments}")
+    if low > high:
+        raise ValueError(f"min_depth {low} is above max_depth {high}; allowed: min_depth <= max_depth")
+    return low, high
+
+
+def exclude_bounds(name: str, depth: int, bounds: tuple[int, int]) -> None:
+    """ValueError where min_depth and max_depth shut out the one depth a policy has."""
+    if not bounds[0] <= depth <= bounds[1]:
+        raise ValueError(f"policy {name!r} reads at depth {depth}, which min_depth={bounds[0]}, max_depth={bounds[1]} "
+                         f"exclude; leave the bounds out or choose a policy that adapts")
+
+
+def thresholds(value: float, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:
+    """One threshold a depth: unreachable below min_depth, always reached from max_depth on.
+
+    thresholds(0.5, (2, 3), 4) == (inf, 0.5, -inf, -inf)
+    """
+    low, high = bounds
+    return tuple(float("-inf") if d >= high else float("inf") if d < low else value for d in range(1, segments + 1))
+
+
+def at_depth(table_NR: Tensor, depth_N: Tensor) -> Tensor:
+    """Each row's entry for its own depth, [N]."""
+    return table_NR.gather(1, (depth_N - 1).unsqueeze(1)).squeeze(1)
+
+
+def wide(x: Tensor) -> Tensor:
+    """float32, or float64 for a float64 model: the precision in which signals are read."""
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,86 @@
+"""The contract of a model: a shape, four tensor functions, and what each of them costs.
+
+Shape suffixes used in this package: N rows (token positions of any requests), d hidden size, V vocabulary,
+H query heads, G key/value heads, D head size, T positions of context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+Part = Literal["embed", "segment", "signal", "readout", "copy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the engine must know of a model. Planes and segments have the same number: one plane of K/V a segment.
+
+    `segment_layers[k - 1]` are the layer indices of segment k. With `shared_weights` (a looped model) they are the
+    same for every k, and one call of `segment` may carry rows of different k.
+    """
+
+    segments: int
+    segment_layers: tuple[range, ...]
+    shared_weights: bool
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    has_gate: bool
+
+    @property
+    def layers(self) -> int:
+        """Number of distinct layers, each with K/V of its own."""
+        return max(layers.stop for layers in self.segment_layers)
+
+
+class Cost(NamedTuple):
+    """Work of one row through one part, and the weight bytes a turn reads once however many rows it has."""
+
+    flops_per_row: float
+    bytes_per_row: float
+    weight_bytes_per_turn: float
+
+
+class KV(Protocol):
+    """The keys and values that a call of `segment` sees: `ops.kv` in the engine, a dense mask in training."""
+
+    @property
+    def positions(self) -> Tensor:
+        """[N] int64, the position of every row."""
+
+    def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        """Store k and v (after RoPE) as the rows' own, attend over what each row may see; [N, H, D]."""
+
+
+class Model(Protocol):
+    """What the engine, the trainer and the bench use of a model. Depth k counts segments from 1."""
+
+    shape: Shape
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, ids_N: Tensor) -> Tensor:
+        """[N] int64 -> h_0 [N, d]."""
+
+    def segment(self, k: int, h_Nd: Tensor, kv: KV) -> Tensor:
+        """h_{k-1} -> h_k [N, d]. With shared weights k is not read (kv knows each row's plane)."""
+
+    def signal(self, k: int, h_Nd: Tensor) -> Tensor:
+        """The exit gate's logits at depth k, [N]. ValueError where the model has no gate."""
+
+    def readout(self, k: int, h_Nd: Tensor) -> Tensor:
+        """Logits [N, V] read from h_k."""
+
+    def cost(self, part: Part, k: int, context: float) -> Cost:
+        """Work of `part` at depth k for a row that attends over `context` positions. Affine in `context`."""
+
+    def slots(self) -> Mapping[str, Tensor]:
+        """Released tensor name -> writable view of this model's weights in the released shape."""

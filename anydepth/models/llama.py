@@ -1,0 +1,93 @@
+"""The Llama family: a layered model. A segment is a run of consecutive layers with weights and K/V of its own.
+
+Without exit heads R is 1 unless `segments` splits the layers; an inner exit then reads through the model's own final
+norm and LM head. Shape suffixes: see `base.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anydepth.models.base import KV, Shape
+from anydepth.models.config import need
+from anydepth.models.decoder import Decoder, LayerShape
+
+
+class Llama(Decoder):
+    """Layered model from the keys of a released config. `segments`: layers a segment, or the list of exit layers."""
+
+    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device,
+                 segments: int | Sequence[int] | None = None) -> None:
+        for key in ("attention_bias", "mlp_bias"):
+            if config.get(key):
+                raise ValueError(f"config.json says {key} = {config[key]!r}; this Llama has no biases (allowed: false)")
+        layers, heads = need(config, "num_hidden_layers"), need(config, "num_attention_heads")
+        layer = LayerShape(hidden=need(config, "hidden_size"), inner=need(config, "intermediate_size"), heads=heads,
+                           kv_heads=config.get("num_key_value_heads") or heads,
+                           head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
+                           eps=config.get("rms_norm_eps", 1e-6), sandwich=False)
+        split = split_layers(layers, segments)
+        shape = Shape(segments=len(split), segment_layers=split, shared_weights=False, hidden=layer.hidden,
+                      heads=heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim, vocab=need(config, "vocab_size"),
+                      max_positions=need(config, "max_position_embeddings"), has_gate=False)
+        theta, factors = rope(config, layer.head_dim)
+        super().__init__(shape, layer, theta=theta, tied=bool(config.get("tie_word_embeddings", False)), dtype=dtype,
+                         device=device, rope_factors=factors)
+
+    def segment(self, k: int, h_Nd: Tensor, kv: KV) -> Tensor:
+        """The layers of segment k, for rows that all stand at k."""
+        return self.run_layers(self.shape.segment_layers[k - 1], h_Nd, kv)
+
+    def signal(self, k: int, h_Nd: Tensor) -> Tensor:
+        raise ValueError("this model has no exit gate")
+
+    def readout(self, k: int, h_Nd: Tensor) -> Tensor:
+        """Logits [N, V] through the model's own final norm and LM head."""
+        return self.final_norm(h_Nd) @ self.head
+
+
+def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[range, ...]:
+    """Layer ranges of the segments. split_layers(30, 10) == split_layers(30, [10, 20, 30])."""
+    if segments is None:
+        exits = [layers]
+    elif isinstance(segments, int):
+        if segments < 1 or layers % segments:
+            raise ValueError(f"segments={segments} does not divide the model's {layers} layers; "
+                             f"give a divisor (layers a segment) or the list of exit layers")
+        exits = list(range(segments, layers + 1, segments))
+    else:
+        exits = list(segments)
+        if exits[-1:] != [layers]:
+            exits.append(layers)
+        if exits[0] < 1 or any(b <= a for a, b in pairwise(exits)):
+            raise ValueError(f"segments={list(segments)}: exit layers must rise from 1 to the model's {layers} layers")
+    return tuple(range(a, b) for a, b in pairwise([0, *exits]))
+
+
+def rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, Tensor | None]:
+    """(theta, per-frequency divisors or None) from `rope_theta` and `rope_scaling` (llama3 and none)."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return theta, None
+    if kind == "factors":  # GGUF stores the divisors themselves
+        return theta, parameters["factors"]
+    if kind != "llama3":
+        raise ValueError(f"rope_scaling of type {kind!r} is not supported; allowed: 'default', 'llama3'")
+    factor, low, high = (float(parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    old = float(parameters["original_max_position_embeddings"])
+    # Llama 3.1: wavelengths longer than old/low are slowed by `factor`, shorter than old/high kept, between blended.
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = ((old / wavelengths - low) / (high - low)).clamp(0, 1)
+    return theta, 1.0 / ((1 - smooth) / factor + smooth)
+
+
+Model = Llama

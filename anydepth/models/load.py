@@ -1,0 +1,239 @@
+"""From a name to a model in memory: `load_checkpoint`. Everything that can be checked is, before weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+import anydepth.models
+from anydepth.models.base import Model
+from anydepth.models.locate import locate
+from anydepth.models.safetensors_file import SafetensorsFolder, harmless
+from anydepth.models.tokenizer import Tokenizer
+from anydepth.types import unknown
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TILE_ROWS, TILE_COLUMNS = 128, 256
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+class Weights(Protocol):
+    """An opened checkpoint whose tensor data has not been read: `SafetensorsFolder`, `GGUFFile`."""
+
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    files: tuple[Path, ...]
+    shapes: dict[str, tuple[int, ...]]
+    stored_dtype: str
+
+    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
+        """(first row, rows) of a tensor, in order; a piece is valid until the next one is asked for."""
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The checkpoint's own, None where it has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A loaded model and what came with it.
+
+    `name` is what was asked for, `path` the folder or .gguf file it was found at. `eos_ids` joins those of config,
+    generation config and tokenizer. `tokenizer` is None for a checkpoint that has none.
+    """
+
+    model: Model
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    name: str
+    path: Path
+    config: Mapping[str, Any]
+    generation_config: Mapping[str, Any]
+    weight_files: tuple[Path, ...]
+    revision: str | None = None
+
+    @cached_property
+    def model_hash(self) -> str:
+        """sha256 (hex) over the weight files' bytes, in order of name. Read on first use, 0.5 s or so a GB."""
+        digest = hashlib.sha256()
+        for path in sorted(self.weight_files):
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        return digest.hexdigest()
+
+    @property
+    def tokenizer_hash(self) -> str | None:
+        return self.tokenizer.hash if self.tokenizer else None
+
+
+def load_checkpoint(name: str | Path, *, dtype: str | None = None, device: str = "cpu",
+                    segments: int | Sequence[int] | None = None, revision: str | None = None,
+                    tokenizer: str | Path | None = None) -> Checkpoint:
+    """Find, check and load a checkpoint; 1 s for SmolLM2-135M (98 MB quantised, 538 MB in float32).
+
+    name: "nano", "nano-plain", "smollm2-135m", a folder of safetensors, a .gguf file, or a hub id (then `revision`
+    names a branch, tag or commit). dtype: a string; None is float32 on the CPU and the checkpoint's own elsewhere.
+    segments: layers a segment or the exit layers, for layered models. tokenizer: a folder or tokenizer.json that
+    replaces the checkpoint's. Weights go piece by piece into the model: the peak is the model and a few MB.
+
+    Raises ValueError for a name nobody knows, a pickle, corrupt files, tensors missing, extra or misshapen, a
+    tokenizer that is too large for the model, and options that are unknown or do not fit it.
+    """
+    place = locate(name, revision=revision)
+    weights = open_weights(place.path)
+    build = model_class(weights.config, allow_own=place.local, path=place.path)
+    target = pick_device(device)
+    words = Tokenizer.from_folder(Path(tokenizer).expanduser()) if tokenizer else weights.tokenizer()
+    model = build(weights.config, dtype=pick_dtype(dtype, target, weights.stored_dtype), device=target,
+                  segments=segments)
+    check_vocabulary(words, vocab=model.shape.vocab, path=place.path)
+    eos_ids = all_eos(weights, words, vocab=model.shape.vocab, path=place.path)
+    slots = dict(model.slots())
+    check_names(weights.shapes, slots, tied=HEAD not in slots, path=place.path)
+    fill(slots, weights, path=place.path)
+    return Checkpoint(model=model, tokenizer=words, eos_ids=eos_ids, name=str(name), path=place.path,
+                      config=weights.config, generation_config=weights.generation_config, weight_files=weights.files,
+                      revision=place.revision)
+
+
+def open_weights(path: Path) -> Weights:
+    if path.is_dir():
+        return SafetensorsFolder(path)
+    from anydepth.models.gguf_file import GGUFFile  # its library is slow to import and rarely needed
+
+    return GGUFFile(path)
+
+
+def model_class(config: Mapping[str, Any], *, allow_own: bool, path: Path) -> Callable[..., Model]:
+    """The class that a config's model_type names: `anydepth.models.<model_type>.Model`, or `pkg.module:Class`."""
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise ValueError(f"{path}: model_type is {kind!r}; allowed: {', '.join(known_models())} or pkg.module:Class")
+    module, colon, name = kind.partition(":")
+    if colon:
+        if not allow_own:
+            raise ValueError(f"{path}: model_type {kind!r} names a class of its own; that is allowed in a local "
+                             f"folder's config.json only, not in a downloaded one")
+        try:
+            own: Callable[..., Model] = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path}: model_type {kind!r} cannot be imported ({error}); allowed: pkg.module:Class "
+                             f"of an importable module") from error
+        return own
+    if found := model_of(kind):
+        return found
+    raise ValueError(f"{path}: {unknown('model_type', kind, known_models())}")
+
+
+def model_of(module: str) -> Callable[..., Model] | None:
+    """The class `Model` that a module of this package defines, if there is such a module and class."""
+    if module not in (info.name for info in pkgutil.iter_modules(anydepth.models.__path__)):
+        return None
+    found = getattr(importlib.import_module(f"anydepth.models.{module}"), "Model", None)
+    return found if isinstance(found, type) and found is not Model else None
+
+
+def known_models() -> list[str]:
+    return [info.name for info in pkgutil.iter_modules(anydepth.models.__path__) if model_of(info.name)]
+
+
+def pick_device(device: str) -> torch.device:
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device is {device!r}; allowed: 'cpu', 'cuda', 'cuda:0', ...") from error
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {device!r}, but {torch.cuda.device_count()} CUDA devices are visible; use 'cpu'")
+    return target
+
+
+def pick_dtype(dtype: str | None, device: torch.device, stored: str) -> torch.dtype:
+    if dtype is None:
+        dtype = "float32" if device.type == "cpu" else stored
+    if dtype not in DTYPES:
+        raise unknown("dtype", str(dtype), DTYPES)
+    return DTYPES[dtype]
+
+
+def check_vocabulary(words: Tokenizer | None, *, vocab: int, path: Path) -> None:
+    """ValueError where the tokenizer knows ids that the model does not embed. Fewer are fine: embeddings are padded."""
+    if words and words.vocab_size > vocab:
+        raise ValueError(f"{path}: the tokenizer has {words.vocab_size} ids, but the model embeds {vocab}; it belongs "
+                         f"to another model, give the right one as tokenizer=")
+
+
+def all_eos(weights: Weights, words: Tokenizer | None, *, vocab: int, path: Path) -> frozenset[int]:
+    """EOS ids of config, generation config and tokenizer together, each checked against the model's vocabulary."""
+    ids: set[int] = set()
+    for source, value in (("config", weights.config.get("eos_token_id")),
+                          ("generation config", weights.generation_config.get("eos_token_id")),
+                          ("tokenizer", sorted(words.eos_ids) if words else None)):
+        for item in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
+            if item is None:
+                continue
+            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab:
+                raise ValueError(f"{path}: eos id of the {source} is {item!r}; allowed: whole numbers from 0 to "
+                                 f"{vocab - 1}, the model's vocabulary")
+            ids.add(item)
+    return frozenset(ids)
+
+
+def check_names(given: Mapping[str, tuple[int, ...]], slots: Mapping[str, Tensor], *, tied: bool, path: Path) -> None:
+    """ValueError unless the checkpoint has exactly the model's tensors, each of the right shape."""
+    allowed = {HEAD: tuple(slots[EMBEDDING].shape)} if tied and EMBEDDING in slots else {}
+    expected = {name: tuple(slot.shape) for name, slot in slots.items()}
+    if missing := [name for name in expected if name not in given]:
+        hint = "; does config.json lack tie_word_embeddings: true?" if missing == [HEAD] else ""
+        raise ValueError(f"{path} lacks {listed(missing)} that its config asks for{hint}")
+    extra = [name for name in given if name not in expected and name not in allowed and not harmless(name)]
+    if extra:
+        raise ValueError(f"{path} has {listed(extra)} that this kind of model does not have; "
+                         f"check model_type and the layer count in its config")
+    for name, shape in (expected | allowed).items():
+        if name in given and given[name] != shape:
+            raise ValueError(f"{path}: tensor {name} has the shape {list(given[name])}, its config asks for "
+                             f"{list(shape)}; config and weights belong to different models")
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:4])}{more})"
+
+
+@torch.no_grad()
+def fill(slots: Mapping[str, Tensor], weights: Weights, *, path: Path) -> None:
+    """Copy every tensor into its slot, in the order of the files; a tied LM head is compared instead."""
+    for name in weights.shapes:
+        if name in slots:
+            for start, rows in weights.rows(name):
+                copy(rows, slots[name][start : start + len(rows)])
+    if HEAD in weights.shapes and HEAD not in slots:
+        for start, rows in weights.rows(HEAD):
+            embedded = slots[EMBEDDING][start : start + len(rows)]
+            if not torch.equal(rows.to(embedded), embedded):
+                raise ValueError(f"{path} says tie_word_embeddings, but {HEAD} differs from {EMBEDDING} (rows "
+                                 f"{start} to {start + len(rows) - 1}); set tie_word_embeddings: false in config.json")
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """target = source, on the CPU in tiles.
+
+    A tile is below the size from which torch splits a copy over threads: that costs more than it gains here, and a
+    hundredfold on a busy machine. It also keeps a transposed store in cache, three times as fast as row by row.
+    """
+    if target.device.type != "cpu" or target.dim() != 2:
+        target.copy_(source)
+        return
+    for row in range(0, target.shape[0], TILE_ROWS):
+        for column in range(0, target.shape[1], TILE_COLUMNS):
+            tile = slice(row, row + TILE_ROWS), slice(column, column + TILE_COLUMNS)
+            target[tile].copy_(source[tile])

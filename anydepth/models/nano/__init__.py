@@ -1,0 +1,1 @@
+"""The embedded model: its questions, its vocabulary and its weights."""

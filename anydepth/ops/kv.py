@@ -1,0 +1,122 @@
+"""Paged keys and values, a plane a segment.
+
+One storage index stands for one position of one plane: `plane * positions + page * page_size + offset`. The pages of a
+request are the same in every plane, so copying between planes moves along the index by a multiple of `positions`.
+
+| offsets in a plane             | what stands there                                               |
+|--------------------------------|-----------------------------------------------------------------|
+| [0, page_size)                 | the null page; plane 1's is zero, read where a row has no context |
+| [page * size, (page+1) * size) | page `page`, 1 <= page <= pages                                 |
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anydepth.models.base import Shape
+from anydepth.ops.attend import attend_chunk, attend_rows, causal_mask
+
+
+class KVPool:
+    """K/V of every layer: `data[layer]` is [2, planes * positions, G * D] (keys, then values).
+
+    A looped model keeps `planes` of them per layer; a layered model's layers belong to one segment each, so planes is 1
+    there and a segment's plane is simply its layers.
+    """
+
+    def __init__(self, shape: Shape, planes: int, pages: int, page_size: int, *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.planes, self.page_size = planes, page_size
+        self.positions = (pages + 1) * page_size
+        self.groups, self.head_dim = shape.kv_heads, shape.head_dim
+        self.data = torch.empty(shape.layers, 2, planes * self.positions, self.groups * self.head_dim, dtype=dtype,
+                                device=device)
+        self.data[:, :, :page_size] = 0
+
+    def offset(self, depth_N: Tensor) -> Tensor:
+        """Where the plane of segment `depth` begins."""
+        return (depth_N - 1) * self.positions if self.planes > 1 else torch.zeros_like(depth_N)
+
+    def copy_deeper(self, storage_N: Tensor, depth_N: Tensor) -> None:
+        """Copy each row's K/V of plane `depth`, layer by layer, into every deeper plane."""
+        planes = torch.arange(self.planes, device=storage_N.device)
+        target = (planes - (depth_N - 1).unsqueeze(1)).clamp(min=0) * self.positions + storage_N.unsqueeze(1)
+        rows = self.data.index_select(2, storage_N).unsqueeze(3).expand(-1, -1, -1, self.planes, -1)
+        # A plane not deeper than `depth` stands for `depth` itself: the row is written over with its own values.
+        self.data.index_copy_(2, target.view(-1), rows.flatten(2, 3))
+
+
+class TurnKV:
+    """What the rows of one turn write and see: `models.base.KV` over a KVPool. Valid for one call of `segment`.
+
+    Rows [0, B) are decode rows, each over `storage_BT` with `mask_B11T`; then come the rows of each chunk in turn,
+    given as (rows, storage_T, mask_nT).
+    """
+
+    def __init__(self, pool: KVPool, positions_N: Tensor, write_N: Tensor, storage_BT: Tensor | None,
+                 mask_B11T: Tensor | None, chunks: list[tuple[int, Tensor, Tensor]]) -> None:
+        self._pool, self.positions, self.write_N = pool, positions_N, write_N
+        self._storage_BT, self._mask_B11T, self._chunks = storage_BT, mask_B11T, chunks
+
+    def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
+        pool = self._pool
+        keys, values = pool.data[layer].unbind()
+        keys.index_copy_(0, self.write_N, k_NGD.flatten(1))
+        values.index_copy_(0, self.write_N, v_NGD.flatten(1))
+        done, parts = 0, []
+        if self._storage_BT is not None:
+            done, context = self._storage_BT.shape
+            k, v = (x.index_select(0, self._storage_BT.view(-1)).view(done, context, pool.groups, pool.head_dim)
+                    for x in (keys, values))
+            parts.append(attend_rows(q_NHD[:done], k, v, self._mask_B11T))
+        for rows, storage_T, mask_nT in self._chunks:
+            k, v = (x.index_select(0, storage_T).view(-1, pool.groups, pool.head_dim) for x in (keys, values))
+            parts.append(attend_chunk(q_NHD[done : done + rows], k, v, mask_nT))
+            done += rows
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class KVMap:
+    """Where each slot's positions are stored, and the TurnKV of a turn. `table[slot, position]` is an index of plane 1;
+    0, the null page, where the slot has no page."""
+
+    def __init__(self, pool: KVPool, slots: int, max_positions: int) -> None:
+        self.pool = pool
+        device = pool.data.device
+        self.table = torch.zeros(slots, max_positions, dtype=torch.int64, device=device)
+        self._arange = torch.arange(max_positions, device=device)
+
+    def seat(self, slot: int, pages: tuple[int, ...]) -> None:
+        """Give a slot its pages, in the order of positions."""
+        size = self.pool.page_size
+        starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * size
+        storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1]]
+        self.table[slot, : len(storage)] = storage
+
+    def turn(self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int,
+             chunks: list[tuple[int, int, int, int]]) -> TurnKV:
+        """The TurnKV of decode rows (their largest context is `context`) and chunks (slot, start, rows, depth)."""
+        storage_BT = mask = None
+        positions, writes, chunk_parts = [], [], []
+        if len(slots_B):
+            seen = self._arange[:context] <= positions_B.unsqueeze(1)
+            offset = self.pool.offset(depth_B).unsqueeze(1)
+            table = self.table[:, :context].index_select(0, slots_B) + offset
+            positions.append(positions_B)
+            writes.append(table.gather(1, positions_B.unsqueeze(1)).squeeze(1))
+            # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
+            storage_BT = torch.where(seen, table, 0)
+            mask = torch.zeros(seen.shape, dtype=self.pool.data.dtype, device=seen.device)
+            mask = mask.masked_fill_(~seen, float("-inf")).unsqueeze(1).unsqueeze(1)
+        for slot, start, rows, depth in chunks:
+            end = start + rows
+            storage = self.table[slot, :end] + (depth - 1) * self.pool.positions * (self.pool.planes > 1)
+            positions.append(self._arange[start:end])
+            writes.append(storage[start:])
+            chunk_parts.append((rows, storage, causal_mask(rows, end, self.pool.data.dtype, self.table.device)))
+        return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, chunk_parts)
+
+
+def _join(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
