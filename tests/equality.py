@@ -154,15 +154,14 @@ def _kept_set_tie(draw: Any) -> str | None:
 def _within(verdict: Verdict, reference: Any, kind: str, have: Any, want: Any) -> bool:
     """|have - want| <= tolerance + tolerance * |want| everywhere; a NaN is never within."""
     tolerance = TOLERANCE[reference.logits[0].dtype]
-    have = torch.as_tensor(have).detach().cpu().to(torch.float64)
-    want = torch.as_tensor(want).to(torch.float64)
+    have, want = (torch.as_tensor(x, dtype=torch.float64).detach().cpu() for x in (have, want))
     if have.shape != want.shape:
         verdict.problems.append(f"{kind}: shape {tuple(have.shape)}, the reference has {tuple(want.shape)}")
         return True
     if want.numel() == 0:
         return True
     ratio = torch.where(have == want, 0.0, (have - want).abs() / (tolerance + tolerance * want.abs()))
-    worst = float(ratio.nan_to_num(nan=math.inf).max())
+    worst = float(torch.where(ratio.isnan(), math.inf, ratio).max())
     verdict.worst[kind] = max(worst, verdict.worst.get(kind, 0.0))
     return worst <= 1.0
 

@@ -15,8 +15,14 @@ from tests.reference.model import Model as Reference
 from tests.reference.weights import random_weights, tiny_config
 
 
-def twins(kind: str = "looped", *, seed: int = 0, dtype: torch.dtype = torch.float64,
-          segments: Sequence[int] | None = None, **changes: Any) -> tuple[Any, Reference]:
+def twins(
+    kind: str = "looped",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    segments: Sequence[int] | None = None,
+    **changes: Any,
+) -> tuple[Any, Reference]:
     """The same random model twice: anydepth's, and the independent reference's."""
     config = tiny_config(kind, **changes)
     weights = random_weights(config, seed=seed, dtype=dtype)

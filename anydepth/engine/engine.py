@@ -34,11 +34,25 @@ class Engine:
     came out. `work`, when set to a list, collects a TurnWork a step.
     """
 
-    def __init__(self, model: Model, *, tokenizer: Tokenizer | None = None, eos_ids: frozenset[int] = frozenset(),
-                 fill: str | None = None, max_batch: int = 32, page_size: int = 16, kv_pages: int | None = None,
-                 max_batched_tokens: int = 512, gate_dtype: str = "float32") -> None:
-        for name, value in (("max_batch", max_batch), ("page_size", page_size), ("kv_pages", kv_pages or 1),
-                            ("max_batched_tokens", max_batched_tokens)):
+    def __init__(
+        self,
+        model: Model,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        fill: str | None = None,
+        max_batch: int = 32,
+        page_size: int = 16,
+        kv_pages: int | None = None,
+        max_batched_tokens: int = 512,
+        gate_dtype: str = "float32",
+    ) -> None:
+        for name, value in (
+            ("max_batch", max_batch),
+            ("page_size", page_size),
+            ("kv_pages", kv_pages or 1),
+            ("max_batched_tokens", max_batched_tokens),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
         if gate_dtype not in ("float32", "bfloat16"):
@@ -51,11 +65,17 @@ class Engine:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
         self.pages = Pages(kv_pages, page_size)
         self.context = min(shape.max_positions, kv_pages * page_size)
-        self.scheduler = Scheduler(segments=shape.segments, slots=max_batch, pages=self.pages,
-                                   layered=not shape.shared_weights, max_batched_tokens=max_batched_tokens,
-                                   prefill_rows=self.fill.prefill_rows)
-        self.runner = Runner(model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size,
-                             context=self.context)
+        self.scheduler = Scheduler(
+            segments=shape.segments,
+            slots=max_batch,
+            pages=self.pages,
+            layered=not shape.shared_weights,
+            max_batched_tokens=max_batched_tokens,
+            prefill_rows=self.fill.prefill_rows,
+        )
+        self.runner = Runner(
+            model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
+        )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._policies: dict[str, Any] = {}
@@ -66,9 +86,18 @@ class Engine:
     def idle(self) -> bool:
         return self.scheduler.idle and not self._aborted
 
-    def prepare(self, prompt: str | Sequence[int], sampling: Sampling | None = None, *, id: str | None = None,
-                forced: Sequence[Sequence[int]] = (), streaming: bool = True, seed: int | None = None,
-                prompt_index: int = 0, answer_index: int = 0) -> Request:
+    def prepare(
+        self,
+        prompt: str | Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        id: str | None = None,
+        forced: Sequence[Sequence[int]] = (),
+        streaming: bool = True,
+        seed: int | None = None,
+        prompt_index: int = 0,
+        answer_index: int = 0,
+    ) -> Request:
         """A checked Request for one answer, without queueing it. ValueError for anything that cannot be honoured.
 
         `forced` are continuations to score instead of sampling. Without `streaming`, text is made at the end only.
@@ -86,23 +115,34 @@ class Engine:
         for ids in forced:
             self._check_ids("continuation", ids)
             if len(ids) > room:
-                raise ValueError(f"the continuation has {len(ids)} tokens after a context of {len(prompt_ids)}; the "
-                                 f"model's length of {self.model.shape.max_positions} leaves room for {room}")
+                raise ValueError(
+                    f"the continuation has {len(ids)} tokens after a context of {len(prompt_ids)}; the "
+                    f"model's length of {self.model.shape.max_positions} leaves room for {room}"
+                )
         if seed is None:
             seed = fresh_seed() if sampling.seed is None else sampling.seed
         stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
         request = Request(
-            id=id if id is not None else f"request-{next(self._ids)}", prompt_ids=prompt_ids, sampling=sampling,
-            policy=policy, bounds=bounds_of(sampling, self.model.shape), stop_ids=stop,
-            seed=seed, max_tokens=min(sampling.max_tokens, room), forced=tuple(tuple(ids) for ids in forced),
+            id=id if id is not None else f"request-{next(self._ids)}",
+            prompt_ids=prompt_ids,
+            sampling=sampling,
+            policy=policy,
+            bounds=bounds_of(sampling, self.model.shape),
+            stop_ids=stop,
+            seed=seed,
+            max_tokens=min(sampling.max_tokens, room),
+            forced=tuple(tuple(ids) for ids in forced),
             text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
-            prompt_index=prompt_index, answer_index=answer_index)
+            prompt_index=prompt_index,
+            answer_index=answer_index,
+        )
         self._check_trace(request)
         self._check_pool(request)
         return request
 
-    def submit(self, prompt: str | Sequence[int] | Request, sampling: Sampling | None = None, *,
-               id: str | None = None) -> Request:
+    def submit(
+        self, prompt: str | Sequence[int] | Request, sampling: Sampling | None = None, *, id: str | None = None
+    ) -> Request:
         """Queue one answer. ValueError for bad input or an id in use; what is under way is not touched."""
         request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id)
         if request.sampling.n != 1:
@@ -142,23 +182,36 @@ class Engine:
         """Counters since the engine was made, and what is held now."""
         shape = self.model.shape
         flips = [state[:, 3].sum().item() for policy, state in self.runner.states.items() if hasattr(policy, "flips")]
-        return {"turns": self.scheduler.turn, "running": len(self.scheduler.running),
-                "waiting": len(self.scheduler.waiting), "finished": dict(self._ends), "usage": asdict(self._usage),
-                "fill": self.fill.name, "segments": shape.segments, "pages": self.pages.count,
-                "pages_in_use": self.pages.in_use, "pages_peak": self._peak_pages,
-                "kv_bytes": self.runner.pool.data.nbytes, **({"gate_flips": int(sum(flips))} if flips else {})}
+        return {
+            "turns": self.scheduler.turn,
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "finished": dict(self._ends),
+            "usage": asdict(self._usage),
+            "fill": self.fill.name,
+            "segments": shape.segments,
+            "pages": self.pages.count,
+            "pages_in_use": self.pages.in_use,
+            "pages_peak": self._peak_pages,
+            "kv_bytes": self.runner.pool.data.nbytes,
+            **({"gate_flips": int(sum(flips))} if flips else {}),
+        }
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Token ids of a prompt, checked. A string is encoded with the checkpoint's tokenizer."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
-                raise ValueError("the prompt is a string, but this checkpoint has no tokenizer; give token ids, or a "
-                                 "tokenizer= to LLM")
+                raise ValueError(
+                    "the prompt is a string, but this checkpoint has no tokenizer; give token ids, or a "
+                    "tokenizer= to LLM"
+                )
             prompt = self.tokenizer.encode(prompt)
         self._check_ids("prompt", prompt)
         if len(prompt) > self.model.shape.max_positions:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; this model's length is "
-                             f"{self.model.shape.max_positions}: shorten the prompt")
+            raise ValueError(
+                f"the prompt has {len(prompt)} tokens; this model's length is "
+                f"{self.model.shape.max_positions}: shorten the prompt"
+            )
         return tuple(prompt)
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
@@ -173,15 +226,19 @@ class Engine:
         trace, forced = request.sampling.trace, request.forced
         outputs = max(map(len, forced)) if forced else request.max_tokens
         if trace is not None and len(trace) < outputs:
-            raise ValueError(f"trace has {len(trace)} depths, but the request may produce {outputs} tokens; give one "
-                             f"depth for each, or lower max_tokens")
+            raise ValueError(
+                f"trace has {len(trace)} depths, but the request may produce {outputs} tokens; give one "
+                f"depth for each, or lower max_tokens"
+            )
 
     def _check_pool(self, request: Request) -> None:
         positions = self.scheduler.positions_of(request)
         needed, size = self.pages.needed(positions), self.pages.size
         if needed > self.pages.count:
-            raise ValueError(f"prompt and answer may need {positions} K/V positions, {needed} pages of {size}; the "
-                             f"pool has {self.pages.count}: raise kv_pages, or shorten the prompt or max_tokens")
+            raise ValueError(
+                f"prompt and answer may need {positions} K/V positions, {needed} pages of {size}; the "
+                f"pool has {self.pages.count}: raise kv_pages, or shorten the prompt or max_tokens"
+            )
 
     def _account(self, work: TurnWork | None, chunks: list[Chunk]) -> None:
         if work is not None and self.work is not None:

@@ -28,24 +28,50 @@ class LLM:
     Example: LLM("nano").generate("Ann has 5 . How many has Ann ?")[0].text
     """
 
-    def __init__(self, model: str | Path, *, fill: str | None = None, signals: str = "sync",
-                 segments: int | Sequence[int] | None = None, dtype: str | None = None, device: str = "cpu",
-                 max_batch: int = 32, page_size: int = 16, kv_pages: int | None = None, max_batched_tokens: int = 512,
-                 revision: str | None = None, tokenizer: str | Path | None = None,
-                 gate_dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        fill: str | None = None,
+        signals: str = "sync",
+        segments: int | Sequence[int] | None = None,
+        dtype: str | None = None,
+        device: str = "cpu",
+        max_batch: int = 32,
+        page_size: int = 16,
+        kv_pages: int | None = None,
+        max_batched_tokens: int = 512,
+        revision: str | None = None,
+        tokenizer: str | Path | None = None,
+        gate_dtype: str = "float32",
+    ) -> None:
         if signals != "sync":
             raise ValueError(f"signals is {signals!r}; allowed: 'sync'")
-        self.checkpoint = load_checkpoint(model, dtype=dtype, device=device, segments=segments, revision=revision,
-                                          tokenizer=tokenizer)
+        self.checkpoint = load_checkpoint(
+            model, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
+        )
         self.tokenizer = self.checkpoint.tokenizer
-        self.engine = Engine(self.checkpoint.model, tokenizer=self.tokenizer, eos_ids=self.checkpoint.eos_ids,
-                             fill=fill, max_batch=max_batch, page_size=page_size, kv_pages=kv_pages,
-                             max_batched_tokens=max_batched_tokens, gate_dtype=gate_dtype)
+        self.engine = Engine(
+            self.checkpoint.model,
+            tokenizer=self.tokenizer,
+            eos_ids=self.checkpoint.eos_ids,
+            fill=fill,
+            max_batch=max_batch,
+            page_size=page_size,
+            kv_pages=kv_pages,
+            max_batched_tokens=max_batched_tokens,
+            gate_dtype=gate_dtype,
+        )
         self._inbox: dict[str, list[Chunk]] = {}  # of iterators under way
         self._mail: set[str] = set()  # whose inbox is not empty
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, *,
-                 progress: bool = False) -> list[Output]:
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        progress: bool = False,
+    ) -> list[Output]:
         """Answers to all prompts, n each, prompt-major. One Sampling for all or one a prompt. Every prompt is checked
         before any work begins; ValueError names the one that is wrong. `progress` draws a bar on stderr."""
         requests = self._requests(prompts, sampling, streaming=False)
@@ -66,14 +92,19 @@ class LLM:
         chats = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         return [self.tokenizer.chat(chat) for chat in chats]  # type: ignore[arg-type]
 
-    def stream(self, prompts: Prompt | Sequence[Prompt],
-               sampling: Sampling | Sequence[Sampling] | None = None) -> Iterator[Chunk]:
+    def stream(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+    ) -> Iterator[Chunk]:
         """Tokens of one or several answers as they come (`Chunk.request_id` tells answers apart). Closing the
         iterator early aborts what is left. Checks are made before the first token is asked for."""
         return self._run(self._requests(prompts, sampling, streaming=True))
 
-    def score(self, contexts: Prompt | Sequence[Prompt], continuations: Prompt | Sequence[Prompt],
-              sampling: Sampling | None = None) -> list[Score]:
+    def score(
+        self,
+        contexts: Prompt | Sequence[Prompt],
+        continuations: Prompt | Sequence[Prompt],
+        sampling: Sampling | None = None,
+    ) -> list[Score]:
         """Log-likelihood of each continuation after its context, under the policy of `sampling`.
 
         The context is prefilled without its last token; that one and each continuation token but the last run as
@@ -99,8 +130,9 @@ class LLM:
         """Counters of the engine: turns, tokens, segments, pages."""
         return self.engine.stats()
 
-    def _requests(self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, *,
-                  streaming: bool) -> list[Request]:
+    def _requests(
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, *, streaming: bool
+    ) -> list[Request]:
         prompts = _listed(prompts)
         each = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
         if len(each) != len(prompts):
@@ -112,13 +144,23 @@ class LLM:
             own = 0 if isinstance(sampling, Sequence) else i
             for j in range(ask.n):
                 try:
-                    requests.append(self.engine.prepare(prompt, replace(ask, n=1), seed=derive(seed, own, j),
-                                                        streaming=streaming, prompt_index=i, answer_index=j))
+                    requests.append(
+                        self.engine.prepare(
+                            prompt,
+                            replace(ask, n=1),
+                            seed=derive(seed, own, j),
+                            streaming=streaming,
+                            prompt_index=i,
+                            answer_index=j,
+                        )
+                    )
                 except ValueError as error:
                     raise ValueError(f"prompt {i}: {error}") from error
         return requests
 
-    def _pairs(self, contexts: Sequence[Prompt], continuations: Sequence[Prompt]) -> list[tuple[tuple[int, ...], ...]]:
+    def _pairs(
+        self, contexts: Sequence[Prompt], continuations: Sequence[Prompt]
+    ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         if len(contexts) != len(continuations):
             raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations; give as many of each")
         pairs = []
@@ -129,7 +171,7 @@ class LLM:
             if isinstance(context, str):
                 assert isinstance(continuation, str) and self.tokenizer is not None
                 continuation = self.tokenizer.encode(context + continuation)[len(ids) :]
-            pairs.append((ids, tuple(continuation)))
+            pairs.append((ids, tuple(int(token) for token in continuation)))
         return pairs
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
@@ -178,8 +220,9 @@ def _with_progress(chunks: Iterator[Chunk], total: int) -> Iterator[Chunk]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    with Progress("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-                  console=Console(stderr=True)) as bar:
+    with Progress(
+        "answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
+    ) as bar:
         task = bar.add_task("", total=total)
         for chunk in chunks:
             if chunk.finish_reason:

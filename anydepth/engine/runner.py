@@ -34,12 +34,12 @@ class Runner:
 
     def __init__(self, model: Model, fill: Fill, *, slots: int, pages: int, page_size: int, context: int) -> None:
         self.model, self.fill, self.segments = model, fill, model.shape.segments
-        shape, place = model.shape, {"device": model.device}
+        shape = model.shape
         self.pool = KVPool(shape, fill.planes(shape), pages, page_size, dtype=model.dtype, device=model.device)
         self.map = KVMap(self.pool, slots, context)
-        self.h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, **place)
+        self.h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, device=model.device)
         self.read_h_Sd = torch.zeros_like(self.h_Sd)
-        self.read_depth_S = torch.zeros(slots, dtype=torch.int64, **place)
+        self.read_depth_S = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self.states: dict[Policy, Tensor] = {}
         self.chunks: dict[int, Tensor] = {}
         self.sampler = Sampler(slots, context, shape.vocab, model.device)
@@ -53,8 +53,13 @@ class Runner:
         slots_B = self._index([row.slot for row in decode])
         depth_B = self._index([row.depth for row in decode])
         context = max((row.start for row in decode), default=0) + 1
-        kv = self.map.turn(slots_B, self._index([row.start for row in decode]), depth_B, context,
-                           [(row.slot, row.start, row.count, row.depth) for row in prefill])
+        kv = self.map.turn(
+            slots_B,
+            self._index([row.start for row in decode]),
+            depth_B,
+            context,
+            [(row.slot, row.start, row.length, row.depth) for row in prefill],
+        )
         h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
 
         h_Bd = h_Nd[: len(decode)]
@@ -92,14 +97,15 @@ class Runner:
         parts = [self.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
         for row in prefill:
             if row.depth == 1:
-                ids = row.sequence.request.prompt_ids[row.start : row.start + row.count]
+                ids = row.sequence.request.prompt_ids[row.start : row.start + row.length]
                 parts.append(self.model.embed(self._index(ids)))
             else:
                 parts.append(self.chunks.pop(row.slot))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decide(self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor,
-                h_Bd: Tensor) -> list[tuple[list[int], Tensor]]:
+    def _decide(
+        self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor
+    ) -> list[tuple[list[int], Tensor]]:
         """(rows, leave) for every policy that has rows to decide on."""
         groups: dict[Policy, list[int]] = {}
         for i in asked:
@@ -110,16 +116,20 @@ class Runner:
             index = slice(None) if everyone else self._index(rows)
             slots, depth, h = slots_B[index], depth_B[index], h_Bd[index]
             k = decode[rows[0]].depth
-            seen = (self.model.signal(k, h) if policy.needs == "signal" else
-                    self.model.readout(k, h) if policy.needs == "logits" else h)
+            seen = (
+                self.model.signal(k, h)
+                if policy.needs == "signal"
+                else self.model.readout(k, h)
+                if policy.needs == "logits"
+                else h
+            )
             states = self.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
             states.index_copy_(0, slots, state)
             decided.append((rows, leave))
         return decided
 
-    def _leave_early(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]],
-                     h_Bd: Tensor) -> Leaving:
+    def _leave_early(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]], h_Bd: Tensor) -> Leaving:
         """A row leaves at the depth it is read. Here the host reads who leaves."""
         leaves = [row.depth == _latest(row) for row in decode]
         for rows, leave in decided:
@@ -129,8 +139,14 @@ class Runner:
         h_Ld = h_Bd if len(out) == len(decode) else h_Bd.index_select(0, self._index(out))
         return Leaving(out, [decode[i].depth for i in out], h_Ld)
 
-    def _leave_full(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]], slots_B: Tensor,
-                    depth_B: Tensor, h_Bd: Tensor) -> Leaving:
+    def _leave_full(
+        self,
+        decode: tuple[Row, ...],
+        decided: list[tuple[list[int], Tensor]],
+        slots_B: Tensor,
+        depth_B: Tensor,
+        h_Bd: Tensor,
+    ) -> Leaving:
         """Rows run on to R; the state of the readout depth is kept on the device until then."""
         watched = [i for i, row in enumerate(decode) if row.read != self.segments]
         if watched:
@@ -171,7 +187,7 @@ class Runner:
         """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""
         start, rows, states = plan.decode_rows, list(leaving.rows), [leaving.h_Ld]
         for index, row in enumerate(plan.rows[plan.decode_rows :], plan.decode_rows):
-            end = start + row.count
+            end = start + row.length
             if row.depth < self.segments:
                 self.chunks[row.slot] = h_Nd[start:end]
             elif row.last:
@@ -208,9 +224,18 @@ def _latest(row: Row) -> int:
     return row.sequence.request.bounds[1] if row.read is None else row.read
 
 
-def _work(plan: Plan, decode: tuple[Row, ...], prefill: tuple[Row, ...], signals: int, readouts: int,
-          copies: tuple[int, ...]) -> TurnWork:
+def _work(
+    plan: Plan, decode: tuple[Row, ...], prefill: tuple[Row, ...], signals: int, readouts: int, copies: tuple[int, ...]
+) -> TurnWork:
     decode_context = sum(row.start for row in decode) + len(decode)
-    chunk_context = sum(row.count * row.start + row.count * (row.count + 1) // 2 for row in prefill)
-    return TurnWork(plan.segment, len(decode), sum(row.count for row in prefill), decode_context + chunk_context,
-                    decode_context + sum(row.start + row.count for row in prefill), signals, readouts, copies)
+    chunk_context = sum(row.length * row.start + row.length * (row.length + 1) // 2 for row in prefill)
+    return TurnWork(
+        plan.segment,
+        len(decode),
+        sum(row.length for row in prefill),
+        decode_context + chunk_context,
+        decode_context + sum(row.start + row.length for row in prefill),
+        signals,
+        readouts,
+        copies,
+    )

@@ -95,9 +95,11 @@ class Sampler:
     def __init__(self, slots: int, context: int, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
         self.uniform_SI = torch.zeros(slots, context + 1, dtype=torch.float64, device=device)
-        self.settings = Settings(torch.ones(slots, dtype=torch.float64, device=device),
-                                 torch.zeros(slots, dtype=torch.int64, device=device),
-                                 torch.ones(slots, dtype=torch.float64, device=device))
+        self.settings = Settings(
+            torch.ones(slots, dtype=torch.float64, device=device),
+            torch.zeros(slots, dtype=torch.int64, device=device),
+            torch.ones(slots, dtype=torch.float64, device=device),
+        )
 
     def seat(self, slot: int, request: Request) -> None:
         """Write a request's settings and all its uniforms (they depend on seed and output index alone)."""
@@ -132,8 +134,14 @@ class Sampler:
         matches = (token == best).tolist() if forced else [True] * len(sequences)
         return Choice(token, token if feed is None else feed, logprobs, matches)
 
-    def _draw(self, sequences: List[Sequence], drawn: list[int], logits_LV: Tensor, token_L: Tensor,
-              logprobs: list[float | None]) -> None:
+    def _draw(
+        self,
+        sequences: List[Sequence],
+        drawn: list[int],
+        logits_LV: Tensor,
+        token_L: Tensor,
+        logprobs: list[float | None],
+    ) -> None:
         """Sample rows `drawn` into `token`, and their processed logprobs where asked for."""
         asks = [sequences[j].request.sampling for j in drawn]
         at, slots = self._index(drawn), self._index(sequences[j].slot for j in drawn)

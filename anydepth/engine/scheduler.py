@@ -61,7 +61,7 @@ class Sequence:
 
 
 class Row(NamedTuple):
-    """One sequence's part of a turn: `count` positions from `start`, through segment `depth`.
+    """One sequence's part of a turn: `length` positions from `start`, through segment `depth`.
 
     `read` is the planned readout depth of a decode row (None: the policy decides); a prefill row has `prefill` set, and
     `last` where its readout gives the first token.
@@ -71,7 +71,7 @@ class Row(NamedTuple):
     slot: int
     depth: int
     start: int
-    count: int
+    length: int
     read: int | None
     prefill: bool
     last: bool
@@ -129,8 +129,16 @@ class Scheduler:
     segment: the one whose oldest row has been ready longest, so that no ready row waits more than R turns.
     """
 
-    def __init__(self, *, segments: int, slots: int, pages: Pages, layered: bool, max_batched_tokens: int,
-                 prefill_rows: int | None) -> None:
+    def __init__(
+        self,
+        *,
+        segments: int,
+        slots: int,
+        pages: Pages,
+        layered: bool,
+        max_batched_tokens: int,
+        prefill_rows: int | None,
+    ) -> None:
         self.segments, self.pages, self.layered = segments, pages, layered
         self.max_batched_tokens, self.prefill_rows = max_batched_tokens, prefill_rows
         self.waiting: deque[Request] = deque()
@@ -172,7 +180,7 @@ class Scheduler:
             sequence = row.sequence
             sequence.ready_since = self.turn
             if row.prefill:
-                sequence.usage.segments_prefill += row.count
+                sequence.usage.segments_prefill += row.length
             else:
                 sequence.usage.segments_executed += 1
             read = reads.get(index)
@@ -206,8 +214,13 @@ class Scheduler:
                 break
             self.waiting.popleft()
             as_row = bool(request.forced) or request.sampling.first_token == "policy"
-            sequence = Sequence(request, self._slots.pop(), self.pages.take(needed),
-                                len(request.prompt_ids) - as_row, ready_since=self.turn)
+            sequence = Sequence(
+                request,
+                self._slots.pop(),
+                self.pages.take(needed),
+                len(request.prompt_ids) - as_row,
+                ready_since=self.turn,
+            )
             sequence.usage.prompt_tokens = len(request.prompt_ids)
             if not sequence.prefilling:
                 self._plan_depth(sequence)
@@ -227,7 +240,7 @@ class Scheduler:
                 room -= rows
 
     def _prefill_row(self, s: Sequence) -> Row:
-        last = (s.depth == self.segments and s.prefilled + s.chunk == len(s.request.prompt_ids))
+        last = s.depth == self.segments and s.prefilled + s.chunk == len(s.request.prompt_ids)
         return Row(s, s.slot, s.depth, s.prefilled, s.chunk, None, True, last)
 
     def _chunk_done(self, sequence: Sequence) -> None:
@@ -265,15 +278,15 @@ class Scheduler:
     def _ending(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, str | None]:
         """(finish reason or None, text that became certain). A stop id's own text is left out."""
         request = sequence.request
-        text = request.text
+        text, full = request.text, len(sequence.token_ids) >= request.max_tokens
+        if text is None:
+            return "stop" if token in request.stop_ids else "length" if full else None, None
         if token in request.stop_ids:
-            return "stop", text.end() if text else None
-        piece = text.push(token) if text else None
-        if text and text.stopped:
+            return "stop", text.end()
+        piece = text.push(token)
+        if text.stopped:
             return "stop", piece
-        if len(sequence.token_ids) >= request.max_tokens:
-            return "length", piece + text.end() if text else None
-        return None, piece
+        return ("length", piece + text.end()) if full else (None, piece)
 
     def _scored(self, sequence: Sequence, read: Read) -> Chunk:
         """A teacher-forced token. After a continuation's last one the next begins at the same prefilled context."""
@@ -291,17 +304,32 @@ class Scheduler:
         self._plan_depth(sequence)
         return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id, score=score)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, text: str | None, read: Read | None = None,
-                score: Score | None = None) -> Chunk:
+    def _finish(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        text: str | None,
+        read: Read | None = None,
+        score: Score | None = None,
+    ) -> Chunk:
         """Free what the sequence holds and wrap up its answer."""
         request, sampling = sequence.request, sequence.request.sampling
         if self.running.pop(request.id, None) is not None:
             self.pages.give_back(sequence.pages)
             self._slots.append(sequence.slot)
         output = Output(
-            request_id=request.id, prompt_ids=request.prompt_ids, token_ids=tuple(sequence.token_ids),
-            depths=tuple(sequence.depths), text=request.text.text if request.text else None, finish_reason=reason, usage=sequence.usage, seed=request.seed,
-            logprobs=tuple(sequence.logprobs) if sampling.logprobs else None, logprobs_mode=sequence.logprobs_mode,
-            prompt_index=request.prompt_index, answer_index=request.answer_index)
+            request_id=request.id,
+            prompt_ids=request.prompt_ids,
+            token_ids=tuple(sequence.token_ids),
+            depths=tuple(sequence.depths),
+            text=request.text.text if request.text else None,
+            finish_reason=reason,
+            usage=sequence.usage,
+            seed=request.seed,
+            logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
+            logprobs_mode=sequence.logprobs_mode,
+            prompt_index=request.prompt_index,
+            answer_index=request.answer_index,
+        )
         token, depth, logprob = (read.token_id, read.depth, read.logprob) if read else (None, None, None)
         return Chunk(text, token, depth, logprob, reason, request.id, output, score)

@@ -59,8 +59,10 @@ def bounds_of(sampling: Sampling, shape: Shape) -> tuple[int, int]:
 def exclude_bounds(name: str, depth: int, bounds: tuple[int, int]) -> None:
     """ValueError where min_depth and max_depth shut out the one depth a policy has."""
     if not bounds[0] <= depth <= bounds[1]:
-        raise ValueError(f"policy {name!r} reads at depth {depth}, which min_depth={bounds[0]}, max_depth={bounds[1]} "
-                         f"exclude; leave the bounds out or choose a policy that adapts")
+        raise ValueError(
+            f"policy {name!r} reads at depth {depth}, which min_depth={bounds[0]}, max_depth={bounds[1]} "
+            f"exclude; leave the bounds out or choose a policy that adapts"
+        )
 
 
 def thresholds(value: float, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:

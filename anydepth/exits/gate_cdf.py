@@ -24,8 +24,10 @@ class Policy(base.Policy):
 
     def check(self, sampling: Sampling, shape: Shape) -> None:
         if not shape.has_gate:
-            raise ValueError("policy 'gate_cdf' (exit_threshold below 1) needs an exit gate, which this model has not; "
-                             "allowed here: 'never', 'fixed' (depth=), 'trace'")
+            raise ValueError(
+                "policy 'gate_cdf' (exit_threshold below 1) needs an exit gate, which this model has not; "
+                "allowed here: 'never', 'fixed' (depth=), 'trace'"
+            )
         base.bounds_of(sampling, shape)
 
     def parameters(self, sampling: Sampling, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:

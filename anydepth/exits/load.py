@@ -31,19 +31,28 @@ def load_policy(name: str, *, gate_dtype: str = "float32") -> Policy:
     try:
         policy = getattr(importlib.import_module(module), attribute)()
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"exit_policy {name!r} cannot be loaded ({error}); give one of {known_policies()} or the "
-                         f"importable pkg.module:Class of your own") from error
+        raise ValueError(
+            f"exit_policy {name!r} cannot be loaded ({error}); give one of {known_policies()} or the "
+            f"importable pkg.module:Class of your own"
+        ) from error
     assert isinstance(policy, Policy), policy
     return policy
 
 
 def policy_name(sampling: Sampling) -> str:
     """Which policy a Sampling means: the one named, else the one its options imply."""
-    implied = [name for name, given in (("fixed", sampling.depth is not None), ("trace", sampling.trace is not None),
-                                        ("gate_cdf", sampling.exit_threshold < 1)) if given]
+    implied = [
+        name
+        for name, given in (
+            ("fixed", sampling.depth is not None),
+            ("trace", sampling.trace is not None),
+            ("gate_cdf", sampling.exit_threshold < 1),
+        )
+        if given
+    ]
     named = sampling.exit_policy
     others = [name for name in implied if name != named]
-    if others and (named is not None and ":" not in named or len(implied) > 1):
+    if others and ((named is not None and ":" not in named) or len(implied) > 1):
         owner = {"fixed": "depth", "trace": "trace", "gate_cdf": "exit_threshold"}
         asked = [f"exit_policy={named!r}"] * (named is not None) + [f"{owner[n]}=" for n in implied]
         raise ValueError(f"{' and '.join(asked)} contradict each other; give one way to choose the depth")

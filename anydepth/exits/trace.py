@@ -18,8 +18,10 @@ class Policy(base.Policy):
             if not low <= depth <= high:
                 raise ValueError(f"trace[{index}] is {depth}; allowed: {low} .. {high}")
         if sampling.first_token == "prefill" and sampling.trace[:1] not in ((), (shape.segments,)):
-            raise ValueError(f"trace[0] is {sampling.trace[0]}; the first token comes from the full-depth prefill, so "
-                             f"it must be {shape.segments} (or set first_token='policy')")
+            raise ValueError(
+                f"trace[0] is {sampling.trace[0]}; the first token comes from the full-depth prefill, so "
+                f"it must be {shape.segments} (or set first_token='policy')"
+            )
 
     def planned(self, sampling: Sampling, index: int, segments: int) -> int:
         assert sampling.trace is not None

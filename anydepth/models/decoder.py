@@ -48,8 +48,16 @@ class Rotary:
     float32, in float64 for a float64 model.
     """
 
-    def __init__(self, head_dim: int, theta: float, max_positions: int, *, dtype: torch.dtype, device: torch.device,
-                 factors: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        theta: float,
+        max_positions: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        factors: Tensor | None = None,
+    ) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         frequencies = 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=wide) / head_dim))
         if factors is not None:
@@ -126,15 +134,25 @@ class Decoder:
     With `tied` one [d, V] matrix is both the LM head and, read by columns, the embedding.
     """
 
-    def __init__(self, shape: Shape, layer: LayerShape, *, theta: float, tied: bool, dtype: torch.dtype,
-                 device: torch.device, rope_factors: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        layer: LayerShape,
+        *,
+        theta: float,
+        tied: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        rope_factors: Tensor | None = None,
+    ) -> None:
         self.shape, self.dtype, self.device, self.eps, self.tied = shape, dtype, device, layer.eps, tied
         self.layers = [Layer(layer, dtype=dtype, device=device) for _ in range(shape.layers)]
         self.norm = torch.empty(shape.hidden, dtype=dtype, device=device)
         self.head = torch.empty(shape.hidden, shape.vocab, dtype=dtype, device=device)
         self.embedding = self.head.t() if tied else torch.empty(shape.vocab, shape.hidden, dtype=dtype, device=device)
-        self.rotary = Rotary(shape.head_dim, theta, shape.max_positions, dtype=dtype, device=device,
-                             factors=rope_factors)
+        self.rotary = Rotary(
+            shape.head_dim, theta, shape.max_positions, dtype=dtype, device=device, factors=rope_factors
+        )
 
     def embed(self, ids_N: Tensor) -> Tensor:
         """[N] int64 -> h_0 [N, d]."""

@@ -85,10 +85,15 @@ class GGUFFile:
             raise ValueError(f"{path} is big-endian; allowed: little-endian. Convert it with gguf-convert-endian")
         refuse_variants(path, self.metadata)
         self._tensors = {released_name(t.name): t for t in sorted(header.tensors, key=lambda t: t.data_offset)}
+        if len(self._tensors) != len(header.tensors):
+            raise ValueError(f"{path} has two tensors that mean the same weights; download it again")
         self._check_tensors(path)
         self.shapes = {name: tuple(int(n) for n in t.shape[::-1]) for name, t in self._tensors.items()}
         self.config = config_of(path, self.metadata, self.shapes)
-        if self.shapes.pop(FACTORS, None):
+        if (shape := self.shapes.pop(FACTORS, None)) is not None:
+            if shape != (self.config["head_dim"] // 2,):
+                raise ValueError(f"{path}: tensor {FACTORS} has the shape {list(shape)}; allowed: one number for "
+                                 f"every two of a head's {self.config['head_dim']}")
             factors = np.concatenate([part.copy() for _, part in self._pieces(FACTORS, 1)])
             self.config["rope_scaling"] = {"rope_type": "factors", "factors": torch.from_numpy(factors)}
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]

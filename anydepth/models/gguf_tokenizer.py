@@ -85,6 +85,10 @@ def token_id(metadata: Mapping[str, Any], key: str, tokens: list[str], path: Pat
 def backend_of(pre: Pre, tokens: list[str], merges: list[str], specials: Mapping[str, int],
                path: Path) -> tokenizers.Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
+    # llama.cpp drops bytes without a token after merging. Without ids here they would go before, and their neighbours
+    # would merge over the gap: so they get ids beyond the vocabulary, which `Tokenizer.encode` leaves out.
+    lacking = [byte for byte in sorted(pre_tokenizers.ByteLevel.alphabet()) if byte not in vocab]
+    vocab |= {byte: len(tokens) + index for index, byte in enumerate(lacking)}
     pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
     try:
         model = models.BPE(vocab, pairs, ignore_merges=pre.whole_words)

@@ -22,23 +22,50 @@ from anydepth.models.decoder import Decoder, LayerShape
 class Llama(Decoder):
     """Layered model from the keys of a released config. `segments`: layers a segment, or the list of exit layers."""
 
-    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device,
-                 segments: int | Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        segments: int | Sequence[int] | None = None,
+    ) -> None:
         for key in ("attention_bias", "mlp_bias"):
             if config.get(key):
                 raise ValueError(f"config.json says {key} = {config[key]!r}; this Llama has no biases (allowed: false)")
         layers, heads = need(config, "num_hidden_layers"), need(config, "num_attention_heads")
-        layer = LayerShape(hidden=need(config, "hidden_size"), inner=need(config, "intermediate_size"), heads=heads,
-                           kv_heads=config.get("num_key_value_heads") or heads,
-                           head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
-                           eps=config.get("rms_norm_eps", 1e-6), sandwich=False)
+        layer = LayerShape(
+            hidden=need(config, "hidden_size"),
+            inner=need(config, "intermediate_size"),
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
+            eps=config.get("rms_norm_eps", 1e-6),
+            sandwich=False,
+        )
         split = split_layers(layers, segments)
-        shape = Shape(segments=len(split), segment_layers=split, shared_weights=False, hidden=layer.hidden,
-                      heads=heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim, vocab=need(config, "vocab_size"),
-                      max_positions=need(config, "max_position_embeddings"), has_gate=False)
+        shape = Shape(
+            segments=len(split),
+            segment_layers=split,
+            shared_weights=False,
+            hidden=layer.hidden,
+            heads=heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            vocab=need(config, "vocab_size"),
+            max_positions=need(config, "max_position_embeddings"),
+            has_gate=False,
+        )
         theta, factors = rope(config, layer.head_dim)
-        super().__init__(shape, layer, theta=theta, tied=bool(config.get("tie_word_embeddings", False)), dtype=dtype,
-                         device=device, rope_factors=factors)
+        super().__init__(
+            shape,
+            layer,
+            theta=theta,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            dtype=dtype,
+            device=device,
+            rope_factors=factors,
+        )
 
     def segment(self, k: int, h_Nd: Tensor, kv: KV) -> Tensor:
         """The layers of segment k, for rows that all stand at k."""
@@ -58,8 +85,10 @@ def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[ran
         exits = [layers]
     elif isinstance(segments, int):
         if segments < 1 or layers % segments:
-            raise ValueError(f"segments={segments} does not divide the model's {layers} layers; "
-                             f"give a divisor (layers a segment) or the list of exit layers")
+            raise ValueError(
+                f"segments={segments} does not divide the model's {layers} layers; "
+                f"give a divisor (layers a segment) or the list of exit layers"
+            )
         exits = list(range(segments, layers + 1, segments))
     else:
         exits = list(segments)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,29 +17,13 @@ from torch import Tensor
 import anydepth.models
 from anydepth.models.base import Model
 from anydepth.models.locate import locate
-from anydepth.models.safetensors_file import SafetensorsFolder, harmless
+from anydepth.models.safetensors_file import SafetensorsFolder
 from anydepth.models.tokenizer import Tokenizer
+from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes, check_vocabulary
 from anydepth.types import unknown
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TILE_ROWS, TILE_COLUMNS = 128, 256
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-
-
-class Weights(Protocol):
-    """An opened checkpoint whose tensor data has not been read: `SafetensorsFolder`, `GGUFFile`."""
-
-    config: dict[str, Any]
-    generation_config: dict[str, Any]
-    files: tuple[Path, ...]
-    shapes: dict[str, tuple[int, ...]]
-    stored_dtype: str
-
-    def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
-        """(first row, rows) of a tensor, in order; a piece is valid until the next one is asked for."""
-
-    def tokenizer(self) -> Tokenizer | None:
-        """The checkpoint's own, None where it has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +77,13 @@ def load_checkpoint(name: str | Path, *, dtype: str | None = None, device: str =
     build = model_class(weights.config, allow_own=place.local, path=place.path)
     target = pick_device(device)
     words = Tokenizer.from_folder(Path(tokenizer).expanduser()) if tokenizer else weights.tokenizer()
-    model = build(weights.config, dtype=pick_dtype(dtype, target, weights.stored_dtype), device=target,
-                  segments=segments)
+    number = pick_dtype(dtype, target, weights.stored_dtype)
+    check_sizes(weights, path=place.path)
+    try:
+        model = build(weights.config, dtype=number, device=target, segments=segments)
+    except RuntimeError as error:  # torch's for memory, on any device
+        raise ValueError(f"{place.path}: no room for this model in {number} on {device} ({error}); check its config, "
+                         f"or give a smaller dtype") from error
     check_vocabulary(words, vocab=model.shape.vocab, path=place.path)
     eos_ids = all_eos(weights, words, vocab=model.shape.vocab, path=place.path)
     slots = dict(model.slots())
@@ -162,51 +151,6 @@ def pick_dtype(dtype: str | None, device: torch.device, stored: str) -> torch.dt
     if dtype not in DTYPES:
         raise unknown("dtype", str(dtype), DTYPES)
     return DTYPES[dtype]
-
-
-def check_vocabulary(words: Tokenizer | None, *, vocab: int, path: Path) -> None:
-    """ValueError where the tokenizer knows ids that the model does not embed. Fewer are fine: embeddings are padded."""
-    if words and words.vocab_size > vocab:
-        raise ValueError(f"{path}: the tokenizer has {words.vocab_size} ids, but the model embeds {vocab}; it belongs "
-                         f"to another model, give the right one as tokenizer=")
-
-
-def all_eos(weights: Weights, words: Tokenizer | None, *, vocab: int, path: Path) -> frozenset[int]:
-    """EOS ids of config, generation config and tokenizer together, each checked against the model's vocabulary."""
-    ids: set[int] = set()
-    for source, value in (("config", weights.config.get("eos_token_id")),
-                          ("generation config", weights.generation_config.get("eos_token_id")),
-                          ("tokenizer", sorted(words.eos_ids) if words else None)):
-        for item in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
-            if item is None:
-                continue
-            if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab:
-                raise ValueError(f"{path}: eos id of the {source} is {item!r}; allowed: whole numbers from 0 to "
-                                 f"{vocab - 1}, the model's vocabulary")
-            ids.add(item)
-    return frozenset(ids)
-
-
-def check_names(given: Mapping[str, tuple[int, ...]], slots: Mapping[str, Tensor], *, tied: bool, path: Path) -> None:
-    """ValueError unless the checkpoint has exactly the model's tensors, each of the right shape."""
-    allowed = {HEAD: tuple(slots[EMBEDDING].shape)} if tied and EMBEDDING in slots else {}
-    expected = {name: tuple(slot.shape) for name, slot in slots.items()}
-    if missing := [name for name in expected if name not in given]:
-        hint = "; does config.json lack tie_word_embeddings: true?" if missing == [HEAD] else ""
-        raise ValueError(f"{path} lacks {listed(missing)} that its config asks for{hint}")
-    extra = [name for name in given if name not in expected and name not in allowed and not harmless(name)]
-    if extra:
-        raise ValueError(f"{path} has {listed(extra)} that this kind of model does not have; "
-                         f"check model_type and the layer count in its config")
-    for name, shape in (expected | allowed).items():
-        if name in given and given[name] != shape:
-            raise ValueError(f"{path}: tensor {name} has the shape {list(given[name])}, its config asks for "
-                             f"{list(shape)}; config and weights belong to different models")
-
-
-def listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({', '.join(names[:4])}{more})"
 
 
 @torch.no_grad()

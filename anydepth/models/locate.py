@@ -54,7 +54,7 @@ def locate(name: str | Path, *, revision: str | None = None) -> Place:
     if path.is_file():
         raise ValueError(f"{path} is a file, but no .gguf; give {expected()} (for model.safetensors: its folder)")
     if looks_local or os.sep in text:
-        raise ValueError(f"{path} does not exist; give {expected()}")
+        raise ValueError(f"{text} does not exist; give {expected()}")
     raise ValueError(f"{unknown('model', text, BUILT_IN)} (looked among the built-in names and for {path.absolute()}; "
                      f"hub ids have the form org/name)")
 

@@ -20,22 +20,42 @@ from anydepth.models.decoder import Decoder, LayerShape
 class Ouro(Decoder):
     """Looped model with a learned exit gate, from the keys of a released config."""
 
-    def __init__(self, config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device,
-                 segments: object = None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device, segments: object = None
+    ) -> None:
         if segments is not None:
             raise ValueError(f"segments is {segments!r}, but an Ouro model's segments are its loops; leave it out")
         layers, heads = need(config, "num_hidden_layers"), need(config, "num_attention_heads")
-        layer = LayerShape(hidden=need(config, "hidden_size"), inner=need(config, "intermediate_size"), heads=heads,
-                           kv_heads=config.get("num_key_value_heads") or heads,
-                           head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
-                           eps=config.get("rms_norm_eps", 1e-6), sandwich=True)
+        layer = LayerShape(
+            hidden=need(config, "hidden_size"),
+            inner=need(config, "intermediate_size"),
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
+            eps=config.get("rms_norm_eps", 1e-6),
+            sandwich=True,
+        )
         loops = need(config, "total_ut_steps")
-        shape = Shape(segments=loops, segment_layers=(range(layers),) * loops, shared_weights=True,
-                      hidden=layer.hidden, heads=heads, kv_heads=layer.kv_heads, head_dim=layer.head_dim,
-                      vocab=need(config, "vocab_size"), max_positions=need(config, "max_position_embeddings"),
-                      has_gate=True)
-        super().__init__(shape, layer, theta=plain_rope(config), tied=bool(config.get("tie_word_embeddings", False)),
-                         dtype=dtype, device=device)
+        shape = Shape(
+            segments=loops,
+            segment_layers=(range(layers),) * loops,
+            shared_weights=True,
+            hidden=layer.hidden,
+            heads=heads,
+            kv_heads=layer.kv_heads,
+            head_dim=layer.head_dim,
+            vocab=need(config, "vocab_size"),
+            max_positions=need(config, "max_position_embeddings"),
+            has_gate=True,
+        )
+        super().__init__(
+            shape,
+            layer,
+            theta=plain_rope(config),
+            tied=bool(config.get("tie_word_embeddings", False)),
+            dtype=dtype,
+            device=device,
+        )
         self.gate_weight = torch.empty(1, layer.hidden, dtype=dtype, device=device)
         self.gate_bias = torch.empty(1, dtype=dtype, device=device)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from anydepth.models.config import read_json
 from anydepth.models.locate import PICKLES, pickle_refused
 from anydepth.models.tokenizer import Tokenizer
+from anydepth.models.weights import harmless
 
 FLOATS = {"F32": "float32", "F64": "float64", "BF16": "bfloat16", "F16": "float16"}
 INDEX = "model.safetensors.index.json"
@@ -140,8 +141,3 @@ def refuse_magic(path: Path) -> None:
     # A safetensors header of 640 bytes also begins with 80 02: what follows its eight length bytes is a brace.
     if pickled and head[8:9] != b"{":
         raise pickle_refused(path)
-
-
-def harmless(name: str) -> bool:
-    """Whether a tensor that the model does not have may be passed over: rotary buffers, which the config implies."""
-    return name.endswith(("rotary_emb.inv_freq", "rotary_emb.original_inv_freq"))

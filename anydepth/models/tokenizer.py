@@ -18,7 +18,8 @@ class Tokenizer:
 
     backend: what the `tokenizers` library made of it. named_tokens: "bos_token" and the like -> text, for chat
     templates too. add_bos: whether prompts get a BOS. eos_ids: the tokenizer's own, more may stand in a checkpoint's
-    configs. source: the bytes that decide ids, for `hash`. vocab_size: largest id + 1.
+    configs. source: the bytes that decide ids, for `hash`. vocab_size: largest id + 1 (of the backend's ids, those
+    beyond a given vocab_size are never returned).
 
     Raises ValueError where add_bos is asked for without a BOS token.
     """
@@ -71,7 +72,7 @@ class Tokenizer:
             raise ValueError(f"the prompt is a {type(text).__name__}; allowed: a string (token ids are taken as they "
                              f"are, without the tokenizer)")
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            ids = [i for i in self._backend.encode(text, add_special_tokens=False).ids if i < self.vocab_size]
         except (TypeError, UnicodeError) as error:
             raise ValueError(f"the prompt holds lone surrogates and is no valid Unicode ({error})") from error
         if not (self.add_bos if add_bos is None else add_bos):

@@ -16,8 +16,12 @@ def attend_rows(q_BHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask_B11T: Tensor
     rows, heads, size = q_BHD.shape
     groups = k_BTGD.shape[2]
     # The queries of a group stand as its query positions: no key or value is repeated.
-    out = scaled_dot_product_attention(q_BHD.reshape(rows, groups, heads // groups, size), k_BTGD.transpose(1, 2),
-                                       v_BTGD.transpose(1, 2), attn_mask=mask_B11T)
+    out = scaled_dot_product_attention(
+        q_BHD.reshape(rows, groups, heads // groups, size),
+        k_BTGD.transpose(1, 2),
+        v_BTGD.transpose(1, 2),
+        attn_mask=mask_B11T,
+    )
     return out.reshape(rows, heads, size)
 
 
@@ -26,8 +30,12 @@ def attend_chunk(q_nHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, mask_nT: Tensor) -
     rows, heads, size = q_nHD.shape
     groups = k_TGD.shape[1]
     q = q_nHD.view(rows, groups, heads // groups, size).permute(1, 2, 0, 3).reshape(1, groups, -1, size)
-    out = scaled_dot_product_attention(q, k_TGD.transpose(0, 1).unsqueeze(0), v_TGD.transpose(0, 1).unsqueeze(0),
-                                       attn_mask=mask_nT.repeat(heads // groups, 1))
+    out = scaled_dot_product_attention(
+        q,
+        k_TGD.transpose(0, 1).unsqueeze(0),
+        v_TGD.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask_nT.repeat(heads // groups, 1),
+    )
     return out.view(groups, heads // groups, rows, size).permute(2, 0, 1, 3).reshape(rows, heads, size)
 
 

@@ -25,13 +25,15 @@ class KVPool:
     there and a segment's plane is simply its layers.
     """
 
-    def __init__(self, shape: Shape, planes: int, pages: int, page_size: int, *, dtype: torch.dtype,
-                 device: torch.device) -> None:
+    def __init__(
+        self, shape: Shape, planes: int, pages: int, page_size: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.planes, self.page_size = planes, page_size
         self.positions = (pages + 1) * page_size
         self.groups, self.head_dim = shape.kv_heads, shape.head_dim
-        self.data = torch.empty(shape.layers, 2, planes * self.positions, self.groups * self.head_dim, dtype=dtype,
-                                device=device)
+        self.data = torch.empty(
+            shape.layers, 2, planes * self.positions, self.groups * self.head_dim, dtype=dtype, device=device
+        )
         self.data[:, :, :page_size] = 0
 
     def offset(self, depth_N: Tensor) -> Tensor:
@@ -54,8 +56,15 @@ class TurnKV:
     given as (rows, storage_T, mask_nT).
     """
 
-    def __init__(self, pool: KVPool, positions_N: Tensor, write_N: Tensor, storage_BT: Tensor | None,
-                 mask_B11T: Tensor | None, chunks: list[tuple[int, Tensor, Tensor]]) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        positions_N: Tensor,
+        write_N: Tensor,
+        storage_BT: Tensor | None,
+        mask_B11T: Tensor | None,
+        chunks: list[tuple[int, Tensor, Tensor]],
+    ) -> None:
         self._pool, self.positions, self.write_N = pool, positions_N, write_N
         self._storage_BT, self._mask_B11T, self._chunks = storage_BT, mask_B11T, chunks
 
@@ -67,8 +76,10 @@ class TurnKV:
         done, parts = 0, []
         if self._storage_BT is not None:
             done, context = self._storage_BT.shape
-            k, v = (x.index_select(0, self._storage_BT.view(-1)).view(done, context, pool.groups, pool.head_dim)
-                    for x in (keys, values))
+            k, v = (
+                x.index_select(0, self._storage_BT.view(-1)).view(done, context, pool.groups, pool.head_dim)
+                for x in (keys, values)
+            )
             parts.append(attend_rows(q_NHD[:done], k, v, self._mask_B11T))
         for rows, storage_T, mask_nT in self._chunks:
             k, v = (x.index_select(0, storage_T).view(-1, pool.groups, pool.head_dim) for x in (keys, values))
@@ -94,8 +105,14 @@ class KVMap:
         storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1]]
         self.table[slot, : len(storage)] = storage
 
-    def turn(self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int,
-             chunks: list[tuple[int, int, int, int]]) -> TurnKV:
+    def turn(
+        self,
+        slots_B: Tensor,
+        positions_B: Tensor,
+        depth_B: Tensor,
+        context: int,
+        chunks: list[tuple[int, int, int, int]],
+    ) -> TurnKV:
         """The TurnKV of decode rows (their largest context is `context`) and chunks (slot, start, rows, depth)."""
         storage_BT = mask = None
         positions, writes, chunk_parts = [], [], []

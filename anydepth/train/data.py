@@ -51,8 +51,8 @@ class Batch:
         return int((self.blocks_BT != _PADDING).sum())
 
     @property
-    def mask_BTT(self) -> Tensor:
-        """True where a query (second axis) sees a key: earlier or itself, and of its own block or of the context."""
+    def mask(self) -> Tensor:
+        """[B, T, T]: a query (second axis) sees itself and earlier keys, of its own block or of the context."""
         own = self.blocks_BT[:, :, None] == self.blocks_BT[:, None, :]
         context = (self.blocks_BT == _CONTEXT)[:, None, :]
         length = self.blocks_BT.shape[1]

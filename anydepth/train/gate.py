@@ -93,7 +93,7 @@ def _batches(seed: int, recipe: GateRecipe) -> Iterator[data.Batch]:
 
 
 def fit(model: Ouro, features_Ard: Tensor, goal_Ar: Tensor, *, iterations: int) -> float:
-    """Logistic regression of the hazard, 1 - goal, by L-BFGS from zero, in float64; writes the gate, returns the loss."""
+    """Logistic regression of the hazard, 1 - goal, by L-BFGS from zero in float64. Sets the gate, returns the loss."""
     x, hazard = features_Ard.flatten(0, 1).double(), 1.0 - goal_Ar.flatten().double()
     weight = torch.zeros(x.shape[1], dtype=torch.float64, requires_grad=True)
     bias = torch.zeros((), dtype=torch.float64, requires_grad=True)

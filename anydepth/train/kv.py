@@ -21,7 +21,7 @@ class DenseKV:
 
     def __init__(self, batch: Batch, *, exit_depths_BT: Tensor | None = None) -> None:
         self.positions = batch.positions_BT.reshape(-1)
-        self._mask = batch.mask_BTT.unsqueeze(1)
+        self._mask = batch.mask.unsqueeze(1)
         self._size = batch.ids_BT.shape
         self._depths = exit_depths_BT
         self._running: Tensor | None = None

@@ -1,4 +1,5 @@
-"""What looped pretraining minimises (Ouro's Stage I): the expected loss over exit depths, and an entropy that keeps them apart.
+"""What looped pretraining minimises (Ouro's Stage I): the expected loss over exit depths, less an entropy that keeps
+all of them in use.
 
 Shape suffixes: A answer positions, R depths, d hidden size.
 """

@@ -111,7 +111,7 @@ def test_tokenizer_speaks_the_vocabulary(tmp_path) -> None:
 
 @pytest.mark.parametrize("arguments, message", [
     ({"split": "dev"}, "split is 'dev'; allowed: train, validation, calibration, test"),
-    ({"split": "test", "kinds": ("triple",)}, "kind is 'triple'; allowed: single, pair, why"),
+    ({"split": "test", "kinds": ("triple",)}, "kinds is ('triple',); allowed: one or more of single, pair, why"),
     ({"split": "test", "n": 0}, "n is 0"),
 ])
 def test_errors_name_what_is_allowed(arguments, message) -> None:

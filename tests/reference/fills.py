@@ -64,7 +64,7 @@ class Serial:
             slots = self.kv.setdefault((self.plane_of(r), layer), [])
             slots[position : position + 1] = [(k[0], v[0])]  # appends, or overwrites this position's earlier entry
             keys, values = torch.stack([k for k, _ in slots]), torch.stack([v for _, v in slots])
-            h_1D = model.after_attention(layer, h_1D, model.attend(q[0], keys, values)[None])
+            h_1D = model.after_attention(layer, h_1D, model.attend(q, keys, values))
         return model.end_of_segment(h_1D)[0]
 
     def prefill(self, ids: Sequence[int]) -> Tensor | None:

@@ -76,6 +76,8 @@ def generate(
     """
     if not 1 <= len(prompt_ids) <= model.max_positions:
         raise ValueError(f"{len(prompt_ids)} prompt tokens; allowed: 1..{model.max_positions}")
+    if first_token not in ("prefill", "policy"):
+        raise ValueError(f"first_token {first_token!r}; allowed: prefill, policy")
     policy = make_policy(model.segments, model.has_gate, **policy_settings)
     limit = min(max_tokens, model.max_positions - len(prompt_ids) + 1)
     prefilled_first = first_token == "prefill"

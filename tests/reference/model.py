@@ -84,14 +84,16 @@ class Model:
         )
         return self.rotate(q, positions), self.rotate(k, positions), v
 
-    def attend(self, q_HC: Tensor, k_SKC: Tensor, v_SKC: Tensor) -> Tensor:
-        """One query position over the S positions it may see; the result is [H * C]."""
+    def attend(self, q_THC: Tensor, k_SKC: Tensor, v_SKC: Tensor) -> Tensor:
+        """The last T of S positions attend to themselves and all before them; the result is [T, H * C]."""
+        queries, seen = len(q_THC), len(k_SKC)
+        hidden = torch.ones(queries, seen, dtype=torch.bool).triu(diagonal=seen - queries + 1)
         heads = []
         for head in range(self.num_heads):
             kv_head = head // (self.num_heads // self.num_kv_heads)
-            scores = k_SKC[:, kv_head] @ q_HC[head] / self.head_dim**0.5
-            heads.append(torch.softmax(scores, dim=0) @ v_SKC[:, kv_head])
-        return torch.cat(heads)
+            scores = q_THC[:, head] @ k_SKC[:, kv_head].T / self.head_dim**0.5
+            heads.append(torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v_SKC[:, kv_head])
+        return torch.cat(heads, dim=-1)
 
     def after_attention(self, layer: int, h_TD: Tensor, attended: Tensor) -> Tensor:
         """The rest of a layer: output projection, residual, SwiGLU, residual."""
@@ -132,8 +134,7 @@ class Model:
         keys, values = [], []
         for layer in self.layers_of[k - 1]:
             q, key, value = self.qkv(layer, h_TD, positions)
-            attended = torch.stack([self.attend(q[t], key[: t + 1], value[: t + 1]) for t in positions])
-            h_TD = self.after_attention(layer, h_TD, attended)
+            h_TD = self.after_attention(layer, h_TD, self.attend(q, key, value))
             keys.append(key)
             values.append(value)
         return self.end_of_segment(h_TD), (torch.stack(keys), torch.stack(values))

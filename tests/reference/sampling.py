@@ -100,6 +100,17 @@ def log_softmax(logits: list[float]) -> list[float]:
     return [z - highest - log_total for z in logits]
 
 
+def pick(probabilities: list[float], u: float) -> tuple[int, float, float]:
+    """The first id whose cumulative probability exceeds u, or the last of non-zero probability; its interval."""
+    token, low, high = -1, 0.0, 0.0
+    for i, probability in enumerate(probabilities):
+        if probability > 0.0:
+            token, low, high = i, high, high + probability
+            if high > u:
+                break
+    return token, low, high
+
+
 def sample(
     logits_V: Tensor, *, index: int, seed: int, temperature: float, top_k: int | None, top_p: float, logprobs: str
 ) -> tuple[Draw, float]:
@@ -110,14 +121,8 @@ def sample(
         token = argmax(logits)
         return Draw(token, first - second), log_softmax(logits)[token]
     processed = process(logits, temperature=temperature, top_k=top_k, top_p=top_p)
-    u, high = uniform(seed, index), 0.0
-    token = low = -1
-    for i, probability in enumerate(processed.probabilities):
-        if probability == 0.0:
-            continue
-        token, low, high = i, high, high + probability
-        if high > u:
-            break
+    u = uniform(seed, index)
+    token, low, high = pick(processed.probabilities, u)
     draw = Draw(token, first - second, True, u, low, high, processed.cut_gap, processed.mass_gap)
     chosen = processed.probabilities[token]
     return draw, math.log(chosen) if logprobs == "processed" else log_softmax(logits)[token]

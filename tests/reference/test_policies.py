@@ -63,9 +63,10 @@ def test_float32_hazards_enter_a_float64_product():
 
 def test_released_arithmetic_rounds_everything_to_bfloat16():
     released = {"gate_dtype": "bfloat16", "exit_policy": "gate_cdf"}
-    # 0.2 becomes 0.2002: a hazard of 0.20015 leaves at 0.2 both ways, one of 0.2 only in float
-    assert depth_of([0.2001, 0.0, 0.0], exit_threshold=0.2)[0] == 1
-    _, row = depth_of([0.5, 0.5, 0.5], exit_threshold=0.2, min_depth=1, **released)
+    # the logit of 0.19995 rounds up to a hazard of 0.2002, and 0.2 becomes 0.2002 too: a flip
+    assert depth_of([0.19995, 0.0, 0.0], exit_threshold=0.2)[0] == 3
+    assert depth_of([0.19995, 0.0, 0.0], exit_threshold=0.2, **released)[0] == 1
+    _, row = depth_of([0.5, 0.5, 0.5], exit_threshold=0.2, **released)
     assert row.margin == 0.5 - 0.2001953125
     # a sigmoid is 1.0 from logit 6.24 on, so that a threshold of 1 can leave early
     assert depth_of(None, logits=[6.25, 0.0, 0.0], exit_threshold=1.0, **released)[0] == 1
@@ -73,6 +74,7 @@ def test_released_arithmetic_rounds_everything_to_bfloat16():
     # a running sum in bfloat16 loses a probability below half its last place
     _, row = depth_of([0.75, 0.004, 0.0], exit_threshold=0.99, **released)
     assert row.cdf[:2] == [0.75, 0.75]
+    assert row.cdf[2] == 1.0  # the last round takes what remains: its gate is never used
 
 
 def test_fixed_and_trace():

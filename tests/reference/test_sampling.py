@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from .sampling import argmax, log_softmax, philox, process, sample, uniform
+from .sampling import argmax, log_softmax, philox, pick, process, sample, uniform
 
 FULL = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
@@ -66,6 +66,13 @@ def test_the_token_is_the_first_whose_cumulative_probability_exceeds_u():
         assert draw.u == u and draw.low <= u < draw.high
         assert draw.token == (0 if u < 0.2 else 1 if u < 0.7 else 2)
         assert logprob == pytest.approx(float(logits[draw.token]))
+
+
+def test_edges_of_the_intervals():
+    p = [0.0, 0.25, 0.25, 0.0, 0.5, 0.0]
+    assert [pick(p, u)[0] for u in (0.0, 0.2499, 0.25, 0.4999, 0.5, 1 - 2**-53)] == [1, 1, 2, 2, 4, 4]
+    assert pick(p, 0.25) == (2, 0.25, 0.5)
+    assert pick([0.5, 0.4999, 0.0], 0.99999)[0] == 1  # nothing exceeds u: the last id of non-zero probability
 
 
 def test_processed_logprobs_are_renormalised_and_greedy_reports_raw():

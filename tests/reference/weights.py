@@ -54,9 +54,9 @@ def random_weights(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype 
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}"
         for norm in norms:
-            weights[f"{name}.{norm}.weight"] = 1.0 + normal(hidden, scale=0.2)
-        weights[f"{name}.self_attn.q_proj.weight"] = matrix(heads * head_dim, hidden, scale=2.0)
-        weights[f"{name}.self_attn.k_proj.weight"] = matrix(kv_heads * head_dim, hidden, scale=2.0)
+            weights[f"{name}.{norm}.weight"] = (0.5 if norm.endswith("_2") else 1.0) + normal(hidden, scale=0.1)
+        weights[f"{name}.self_attn.q_proj.weight"] = matrix(heads * head_dim, hidden, scale=1.5)
+        weights[f"{name}.self_attn.k_proj.weight"] = matrix(kv_heads * head_dim, hidden, scale=1.5)
         weights[f"{name}.self_attn.v_proj.weight"] = matrix(kv_heads * head_dim, hidden)
         weights[f"{name}.self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
         weights[f"{name}.mlp.gate_proj.weight"] = matrix(inner, hidden)
@@ -64,8 +64,8 @@ def random_weights(config: Mapping[str, Any], seed: int = 0, dtype: torch.dtype 
         weights[f"{name}.mlp.down_proj.weight"] = matrix(hidden, inner)
     weights["model.norm.weight"] = 1.0 + normal(hidden, scale=0.2)
     if not tied:
-        weights["lm_head.weight"] = matrix(config["vocab_size"], hidden, scale=2.0)
+        weights["lm_head.weight"] = matrix(config["vocab_size"], hidden, scale=1.5)
     if looped:
-        weights["model.early_exit_gate.weight"] = matrix(1, hidden, scale=2.0)
+        weights["model.early_exit_gate.weight"] = matrix(1, hidden, scale=1.5)
         weights["model.early_exit_gate.bias"] = normal(1, scale=0.1) - 0.8
     return {name: value.to(dtype) for name, value in weights.items()}

@@ -20,10 +20,11 @@ from anydepth.models.nano.questions import split_of
 from anydepth.train import data
 from anydepth.train.gate import GateRecipe, gate_goals, train_gate
 from anydepth.train.kv import DenseKV, all_depths
-from anydepth.train.loop import Progress, lr_factor, next_place, random_exits, train_loop
+from anydepth.train.loop import random_exits, train_loop
 from anydepth.train.muon import blocks, orthogonalise
 from anydepth.train.objective import exit_log_probabilities
 from anydepth.train.recipe import Recipe, initial_model
+from anydepth.train.schedule import Progress, lr_factor, next_place
 
 SCRIPT = """
 import functools, sys
@@ -127,7 +128,7 @@ def test_copied_kv_equals_one_token_at_a_time() -> None:
     """Definition: a position that left at d holds, in every deeper plane, its own K/V of plane d, layer by layer."""
     recipe = Recipe.tiny(layers=2, loops=4)
     model = initial_model(recipe, seed=0)
-    batch = data.collate(data.mixed_rows(Random(0), rows=2, why_rows=1, asked=2))
+    batch = data.collate(data.mixed_rows(Random(0), rows=2, why_rows=2, asked=1))
     depths = random_exits(batch, Random(1), loops=4, full_depth=0.3)
     assert set(depths.unique().tolist()) == {1, 2, 3, 4}
     with torch.no_grad():
@@ -145,7 +146,7 @@ def one_at_a_time(model, batch, b: int, depths: list[int]) -> list[list[torch.Te
     planes: dict[tuple[int, int, int], tuple[torch.Tensor, torch.Tensor]] = {}
     states = []
     for t, depth in enumerate(depths):
-        visible = batch.mask_BTT[b, t].nonzero().flatten().tolist()
+        visible = batch.mask[b, t].nonzero().flatten().tolist()
 
         class Naive:
             positions = batch.positions_BT[b, t : t + 1]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Literal, get_args
 
@@ -23,7 +23,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_HOPS = 6
 LARGEST = 19
 AMOUNTS = 5
-NAMES = ("Ann Bob Cal Dan Eve Fay Gus Hal Ida Jon Kim Lea Mia Ned Ora Pam Quin Rob Sue Tom").split()
+NAMES = ("Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon",
+         "Kim", "Lea", "Mia", "Ned", "Ora", "Pam", "Quin", "Rob", "Sue", "Tom")
 
 _BUCKETS = 50
 _HELD_OUT: dict[int, Split] = {0: "test", 1: "validation", 2: "calibration"}
@@ -87,7 +88,8 @@ def split_of(text: str) -> Split:
     return _HELD_OUT.get(zlib.crc32(text.encode()) % _BUCKETS, "train")
 
 
-def draw_context(rng: Random, *, persons: int, chain: int, max_depth: int = MAX_HOPS, split: Split = "train") -> Context:
+def draw_context(rng: Random, *, persons: int, chain: int, max_depth: int = MAX_HOPS,
+                 split: Split = "train") -> Context:
     """A context of `split`: `chain` persons who each compare with the one before, the others mixed in between.
 
     No hop depth exceeds `max_depth`. Every comparison names an earlier person.
@@ -95,10 +97,17 @@ def draw_context(rng: Random, *, persons: int, chain: int, max_depth: int = MAX_
     if not 1 <= chain <= min(persons, max_depth) or persons > len(NAMES):
         raise ValueError(f"chain is {chain}, persons is {persons}, max_depth is {max_depth}; needed: "
                          f"1 <= chain <= persons <= {len(NAMES)} and chain <= max_depth")
-    while True:
-        context = _draw(rng, persons, chain, max_depth)
-        if split_of(context_text(context)) == split:
-            return context
+    context = _draw(rng, persons, chain, max_depth)
+    while split_of(context_text(context)) != split:
+        # Few contexts are held out. Other names for the same story find one faster than another story would.
+        context = _draw(rng, persons, chain, max_depth) if split == "train" else _rename(rng, context)
+    return context
+
+
+def _rename(rng: Random, context: Context) -> Context:
+    names = dict(zip([statement.person for statement in context], rng.sample(NAMES, len(context)), strict=True))
+    return tuple(replace(statement, person=names[statement.person], source=names.get(statement.source or ""))
+                 for statement in context)
 
 
 def _draw(rng: Random, persons: int, chain: int, max_depth: int) -> Context:
@@ -143,7 +152,7 @@ def draw_level_context(rng: Random, *, level: int) -> Context:
 
 
 def draw_short_context(rng: Random, *, difficulty: int, split: Split = "train") -> Context:
-    """A context for a `why` question: a chain of `difficulty` and few others, so that the answer outweighs the prompt."""
+    """A context for a `why` question: a chain of `difficulty` and few others, so that long answers outweigh it."""
     persons = max(2, difficulty) + rng.choice((0, 0, 1))
     return draw_context(rng, persons=persons, chain=difficulty, split=split)
 
@@ -202,8 +211,8 @@ def questions(split: Split, *, n: int = 2160, seed: int = 0, kinds: Sequence[Kin
     """
     if split not in get_args(Split):
         raise ValueError(f"split is {split!r}; allowed: {', '.join(get_args(Split))}")
-    if unknown := [kind for kind in kinds if kind not in KINDS] or ([] if kinds else ["none at all"]):
-        raise ValueError(f"kind is {unknown[0]!r}; allowed: {', '.join(KINDS)}")
+    if not kinds or not set(kinds) <= set(KINDS):
+        raise ValueError(f"kinds is {tuple(kinds)!r}; allowed: one or more of {', '.join(KINDS)}")
     if n < 1:
         raise ValueError(f"n is {n}; give the number of questions, 1 or more")
     stream = _stream(split, seed, kinds)
@@ -244,7 +253,7 @@ def _draw_question(rng: Random, kind: Kind, difficulty: int, split: Split) -> tu
 
 
 def final_answer(text: str) -> str | None:
-    """What stands after the last `####`, or None where there is none or nothing behind it. Example: `... #### 8` -> `8`."""
+    """What stands after the last `####`, or None where nothing does. Example: `Ann has 8 . #### 8` -> `8`."""
     _, mark, tail = text.rpartition("####")
     return " ".join(tail.split()) or None if mark else None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from anydepth.models.nano.questions import LARGEST, NAMES
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
-_WORDS = "has more fewer than as many How ? . #### have and since why".split()
+_WORDS = ("has", "more", "fewer", "than", "as", "many", "How", "?", ".", "####", "have", "and", "since", "why")
 VOCABULARY: tuple[str, ...] = (PAD, EOS, UNKNOWN, *_WORDS, *(str(n) for n in range(2 * LARGEST + 1)), *NAMES)
 IDS: dict[str, int] = {word: index for index, word in enumerate(VOCABULARY)}
 

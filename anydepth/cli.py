@@ -1,0 +1,123 @@
+"""The command line: one function call a command. Heavy imports wait until a command runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Language models that decide at every token how deep to think.",
+)
+train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train the embedded looped model and its gate.")
+app.add_typer(train, name="train")
+
+Model = Annotated[
+    str, typer.Option("--model", "-m", help="nano, nano-plain, smollm2-135m, a folder, a .gguf file or a hub id.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+
+
+def main() -> None:
+    """Entry point: user errors end with one line and exit code 2."""
+    try:
+        app()
+    except (ValueError, FileNotFoundError) as error:
+        print(f"anydepth: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads standard input.")] = None,
+    model: Model = "nano",
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
+    show_depth: Annotated[bool, typer.Option("--show-depth", help="Colour every token by its depth.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
+    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="64-bit seed; drawn and shown by --json if left out.")] = None,
+    n: Annotated[int, typer.Option("--n", help="Answers per prompt.")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop id; may be repeated.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
+    logprobs: Annotated[str | None, typer.Option(help="raw or processed: print each token's logprob.")] = None,
+    exit_policy: Annotated[str | None, typer.Option(help="never, fixed, gate_cdf or trace.")] = None,
+    exit_threshold: Annotated[float, typer.Option(help="Below 1: leave when the gate's probability reaches it.")] = 1.0,
+    min_depth: Annotated[int, typer.Option(help="Never leave before this segment.")] = 1,
+    max_depth: Annotated[int | None, typer.Option(help="Always leave at this segment.")] = None,
+    depth: Annotated[int | None, typer.Option(help="Read every token at this depth.")] = None,
+    fill: Annotated[str | None, typer.Option(help="full, last_exited or shared: K/V of skipped depths.")] = None,
+    segments: Annotated[int | None, typer.Option(help="Layered models: layers a segment.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")] = "cpu",
+    gate_dtype: Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")] = "float32",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer prompts, streaming the text."""
+    from anydepth.show import stream_answers
+    from anydepth.types import Sampling
+
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        n=n,
+        stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,  # type: ignore[arg-type]
+        exit_policy=exit_policy,
+        exit_threshold=exit_threshold,
+        min_depth=min_depth,
+        max_depth=max_depth,
+        depth=depth,
+    )
+    prompts = [sys.stdin.read()] if not prompt or prompt == ["-"] else prompt
+    options = {
+        "fill": fill,
+        "segments": segments,
+        "dtype": dtype,
+        "device": device,
+        "gate_dtype": gate_dtype,
+        "revision": revision,
+    }
+    result = stream_answers(prompts, sampling, model=model, options=options, chat=chat, show_depth=show_depth)
+    _finish("generate", {"outputs": result}, as_json)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for picture, page and Records.")] = Path("demo"),
+    questions: Annotated[int, typer.Option(help="Held-out questions an arm.")] = 300,
+    model: Model = "nano",
+    as_json: AsJson = False,
+) -> None:
+    """Sweep fixed depths and exit thresholds of the embedded model: accuracy, compute and speed on one page."""
+    from anydepth.demo import demo as run_demo
+
+    _finish("demo", run_demo(out=out, questions=questions, model=model), as_json)
+
+
+@app.command()
+def info(model: Model = "nano", as_json: AsJson = False) -> None:
+    """What a checkpoint is: shape, cost of each part, tokenizer, hashes."""
+    from anydepth.show import print_info
+
+    _finish("info", print_info(model), as_json)
+
+
+def _finish(command: str, result: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"command": command, "version": 1, "result": result}, ensure_ascii=False, default=str))

@@ -1,0 +1,134 @@
+"""What commands print: streamed answers, tokens coloured by depth, and facts of a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from anydepth.engine.llm import LLM
+from anydepth.models.load import load_checkpoint
+from anydepth.types import Chunk, Output, Sampling
+
+# Shallow to deep, light to dark blue-green-purple, told apart without colour vision by lightness.
+DEPTH_COLOURS = ("#fde725", "#90d743", "#35b779", "#21918c", "#31688e", "#443983", "#440154")
+
+
+def depth_colour(depth: int, segments: int) -> str:
+    """Colour of a depth among `segments`: the whole scale is used whatever R is."""
+    return DEPTH_COLOURS[round((depth - 1) * (len(DEPTH_COLOURS) - 1) / max(1, segments - 1))]
+
+
+def stream_answers(
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    model: str,
+    options: Mapping[str, Any],
+    chat: bool,
+    show_depth: bool,
+) -> list[dict[str, Any]]:
+    """Print answers as they come, one after the other; several of them are announced. Returns the outputs as dicts."""
+    llm = LLM(model, **options)
+    asked: Sequence[Any] = prompts
+    if chat:
+        asked = llm.chat_ids([[{"role": "user", "content": prompt}] for prompt in prompts])
+    console = Console(highlight=False, soft_wrap=True)
+    segments = llm.checkpoint.model.shape.segments
+    if show_depth:
+        console.print(_legend(segments))
+    several = len(prompts) * sampling.n > 1
+    done: list[dict[str, Any]] = []
+    held: dict[str, list[Chunk]] = {}
+    for chunk in llm.stream(asked, sampling):
+        # Answers run together but are printed one after the other: the first unfinished one streams.
+        held.setdefault(chunk.request_id, []).append(chunk)
+        if chunk.request_id == next(iter(held)):
+            _flush(console, held, segments, show_depth, sampling, several, done)
+    return done
+
+
+def _flush(
+    console: Console,
+    held: dict[str, list[Chunk]],
+    segments: int,
+    show_depth: bool,
+    sampling: Sampling,
+    several: bool,
+    done: list[dict[str, Any]],
+) -> None:
+    while held:
+        request_id, chunks = next(iter(held.items()))
+        for chunk in chunks:
+            _print_chunk(console, chunk, segments, show_depth, sampling)
+            if chunk.output is not None:
+                console.print(_footer(chunk.output, several))
+                done.append(asdict(chunk.output))
+        ended = bool(chunks) and chunks[-1].finish_reason is not None
+        held[request_id] = []
+        if not ended:
+            return
+        del held[request_id]
+
+
+def _print_chunk(console: Console, chunk: Chunk, segments: int, show_depth: bool, sampling: Sampling) -> None:
+    piece = chunk.text if chunk.text is not None else f"{chunk.token_id} "
+    if piece:
+        shown = show_depth and chunk.depth is not None
+        style = f"black on {depth_colour(chunk.depth, segments)}" if shown else ""  # type: ignore[arg-type]
+        console.print(Text(piece, style=style), end="")
+    if sampling.logprobs and chunk.logprob is not None:
+        console.print(Text(f"[{chunk.logprob:.3f}]", style="dim"), end="")
+    sys.stdout.flush()
+
+
+def _footer(output: Output, several: bool) -> Text:
+    usage = output.usage
+    mean = usage.segments_read / usage.decode_tokens if usage.decode_tokens else 0.0
+    name = f"prompt {output.prompt_index}, answer {output.answer_index}: " if several else ""
+    return Text(
+        f"\n[{name}{usage.output_tokens} tokens, mean depth {mean:.2f}, {output.finish_reason}]", style="dim"
+    )
+
+
+def _legend(segments: int) -> Text:
+    legend = Text("depth ")
+    for depth in range(1, segments + 1):
+        legend.append(f" {depth} ", style=f"black on {depth_colour(depth, segments)}")
+    return legend
+
+
+def print_info(model: str) -> dict[str, Any]:
+    """Print and return the facts of a checkpoint."""
+    checkpoint = load_checkpoint(model)
+    shape = checkpoint.model.shape
+    parts = {
+        part: checkpoint.model.cost(part, 1, 256)._asdict()  # type: ignore[arg-type]
+        for part in ("embed", "segment", "readout", *(["signal"] if shape.has_gate else []), "copy")
+    }
+    facts = {
+        "name": checkpoint.name,
+        "kind": "looped" if shape.shared_weights else "layered",
+        "segments": shape.segments,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": f"{shape.heads} query, {shape.kv_heads} key/value, size {shape.head_dim}",
+        "vocabulary": shape.vocab,
+        "length": shape.max_positions,
+        "exit gate": shape.has_gate,
+        "weights": sum(slot.numel() for slot in checkpoint.model.slots().values()),
+        "stop ids": sorted(checkpoint.eos_ids),
+        "model sha256": checkpoint.model_hash,
+        "tokenizer sha256": checkpoint.tokenizer_hash,
+    }
+    console = Console(highlight=False)
+    for name, value in facts.items():
+        console.print(f"{name:18} {value}")
+    console.print("cost of a row at 256 positions of context (FLOPs, bytes, weight bytes a turn):")
+    for part, cost in parts.items():
+        console.print(f"  {part:16} " + "  ".join(f"{value:12,.0f}" for value in cost.values()))
+    return facts | {"cost_at_256": parts}
