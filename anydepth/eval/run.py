@@ -7,15 +7,18 @@ written as it is finished, so that an interrupted run goes on where it stopped.
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from anydepth.engine.text import TextStream
 from anydepth.eval.aggregate import aggregate
 from anydepth.eval.arms import Arm
-from anydepth.eval.task import Question, Task
+from anydepth.eval.task import Grade, Question, Task
 from anydepth.provenance import provenance
 from anydepth.record import Record, RecordWriter, Sample
 from anydepth.types import Output, Request, Sampling
@@ -50,9 +53,11 @@ def run(arm: Arm, *, task: Task, llm: LLM, out: str | Path, questions: Sequence[
                          f"fill={arm.fill!r}")
     asks = [Ask(question, index, _request(llm, question, index, sampling, seed))
             for question in questions for index in range(sampling.n)]
-    with RecordWriter(out, kind="eval", settings_used=_settings(arm, task, llm, asks, seed, concurrency),
+    if not asks:
+        raise ValueError("there are no questions to ask; give at least one")
+    with RecordWriter(out, kind="eval", settings_used=_settings(arm, task, llm, sampling, asks, seed, concurrency),
                       settings_passed={"name": arm.name, **arm.passed()},
-                      provenance=_provenance(task, llm, seed, threads)) as writer:
+                      provenance=provenance_of(task, llm, seed=seed, threads=threads)) as writer:
         left = [ask for ask in asks if (ask.question.id, ask.answer_index) not in writer.done]
         if progress is not None and left != asks:
             progress(len(asks) - len(left))
@@ -67,14 +72,16 @@ def run(arm: Arm, *, task: Task, llm: LLM, out: str | Path, questions: Sequence[
 def sample(question: Question, output: Output, *, task: Task, llm: LLM, latency_s: float,
            answer_index: int = 0) -> Sample:
     """One line of samples.jsonl: what was answered, at which depths, at what cost, and what it is worth."""
-    pieces = token_pieces(llm.tokenizer.decode, output.token_ids) if llm.tokenizer else None
-    levels = task.levels(question, pieces) if pieces is not None else None
-    grade = task.grade(question, output.text or "")
+    assert llm.tokenizer is not None and output.text is not None, "prompts are strings"
+    levels = task.levels(question, token_pieces(llm.tokenizer.decode, output.token_ids))
+    ended = output.finish_reason in ("stop", "length")
+    grade = task.grade(question, output.text) if ended else Grade(prediction={}, score=None,
+                                                                  unscored=f"finish_reason is {output.finish_reason}")
     return {
         "id": question.id,
         "answer_index": answer_index,
         "group": question.group,
-        "prompt_ids_sha256": hashlib.sha256(" ".join(map(str, output.prompt_ids)).encode()).hexdigest(),
+        "prompt_ids_sha256": ids_hash(output.prompt_ids),
         "output_ids": list(output.token_ids),
         "depths": list(output.depths),
         "decode_tokens": output.usage.decode_tokens,
@@ -94,22 +101,27 @@ def sample(question: Question, output: Output, *, task: Task, llm: LLM, latency_
 def token_pieces(decode: Callable[..., str], ids: Sequence[int]) -> list[str]:
     """What each token adds to the text. Special tokens show as they are written; a token that only begins a character
     adds nothing, the one that completes it adds it all."""
-    pieces: list[str] = []
-    done = ""
-    for end in range(1, len(ids) + 1):
-        text = decode(ids[:end], skip_special=False)
-        whole = text if end == len(ids) else text.rstrip("\ufffd")
-        pieces.append(whole[len(done) :])
-        done = whole
-    return pieces
+    stream = TextStream(partial(decode, skip_special=False))
+    pieces = [stream.push(token) for token in ids]
+    return [*pieces[:-1], pieces[-1] + stream.end()] if pieces else []
+
+
+def ids_hash(ids: Sequence[int]) -> str:
+    """sha256 (hex) of token ids, written as compact JSON."""
+    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()
+
+
+def question_ids_hash(questions: Sequence[Question]) -> str:
+    """sha256 (hex) of which questions are asked, in which order."""
+    return hashlib.sha256("\n".join(question.id for question in questions).encode()).hexdigest()
 
 
 def _request(llm: LLM, question: Question, index: int, sampling: Sampling, seed: int) -> Request:
-    digest = hashlib.sha256(f"{seed}:{question.id}:{index}".encode()).digest()
-    own = int.from_bytes(digest[:8], "big") if sampling.seed is None else sampling.seed
+    base = seed if sampling.seed is None else sampling.seed
+    digest = hashlib.sha256(f"{base}:{question.id}:{index}".encode()).digest()
     try:
-        return llm.engine.prepare(question.prompt, sampling, id=f"{question.id}:{index}", streaming=False, seed=own,
-                                  answer_index=index)
+        return llm.engine.prepare(question.prompt, replace(sampling, n=1), id=f"{question.id}:{index}",
+                                  seed=int.from_bytes(digest[:8], "big"), streaming=False, answer_index=index)
     except ValueError as error:
         raise ValueError(f"question {question.id!r}: {error}") from error
 
@@ -131,20 +143,29 @@ def _answers(llm: LLM, asks: Sequence[Ask], concurrency: int) -> Iterator[tuple[
     finally:
         for id in flying:
             engine.abort(id)
+        if flying:
+            engine.step()  # takes the last chunks of what was aborted away
 
 
-def _settings(arm: Arm, task: Task, llm: LLM, asks: Sequence[Ask], seed: int, concurrency: int) -> dict[str, Any]:
+def _settings(arm: Arm, task: Task, llm: LLM, sampling: Sampling, asks: Sequence[Ask], seed: int,
+              concurrency: int) -> dict[str, Any]:
     """Every setting in force, by the names of arms.toml."""
-    used = asdict(asks[0].request.sampling)
+    engine, request = llm.engine, asks[0].request
+    used = asdict(sampling)
     used.pop("exit_policy")
-    return {"name": arm.name, "task": task.name, "model": llm.checkpoint.name, "questions": len(asks) // used["n"],
-            "backend": arm.backend, "policy": asks[0].request.policy.name, "fill": llm.engine.fill.name,
-            "dtype": str(llm.engine.model.dtype).removeprefix("torch."), "gate_dtype": llm.engine.gate_dtype,
-            "device": llm.engine.model.device.type, "segments": llm.engine.model.shape.segments,
-            "concurrency": concurrency, **used, "seed": seed}
+    low, high = request.bounds
+    questions = [ask.question for ask in asks if ask.answer_index == 0]
+    return {"name": arm.name, "task": task.name, "questions": len(questions),
+            "question_ids_sha256": question_ids_hash(questions),
+            "model": llm.checkpoint.name, "backend": arm.backend, "fill": engine.fill.name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."), "gate_dtype": engine.gate_dtype,
+            "device": engine.model.device.type, "segments": engine.model.shape.segments, "concurrency": concurrency,
+            "policy": request.policy.name, **used, "min_depth": low, "max_depth": high,
+            "stop_token_ids": sorted(request.stop_ids), "seed": seed if sampling.seed is None else sampling.seed}
 
 
-def _provenance(task: Task, llm: LLM, seed: int, threads: int | None) -> dict[str, Any]:
+def provenance_of(task: Task, llm: LLM, *, seed: int, threads: int | None) -> dict[str, Any]:
+    """The provenance block of a run of this model over this task."""
     checkpoint = llm.checkpoint
     return provenance(threads=threads, seed=seed, model={"name": checkpoint.name, "hash": checkpoint.model_hash},
                       tokenizer={"hash": checkpoint.tokenizer_hash}, task={"name": task.name, "hash": task.hash})

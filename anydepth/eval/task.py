@@ -107,7 +107,8 @@ class Task(ABC):
         split = self.splits[0] if split is None else split
         if split not in self.splits:
             raise unknown(f"split of task {self.name}", split, self.splits)
-        questions = {question.id: question for question in (every := list(self.questions(split)))}
+        every = list(self.questions(split))
+        questions = {question.id: question for question in every}
         if len(questions) < len(every):
             raise ValueError(f"task {self.name}, split {split}: {len(every) - len(questions)} ids come more than once")
         if not 1 <= (len(every) if limit is None else limit) <= len(every):

@@ -31,8 +31,8 @@ class Tokenizer:
         backend.no_padding()
         self._backend, self.named_tokens, self.chat_template = backend, dict(named_tokens), chat_template
         self.add_bos, self.eos_ids = add_bos, frozenset(eos_ids)
-        self.bos_id = self.id_of(self.named_tokens.get("bos_token", ""))
         self.vocab_size = vocab_size or largest_id(backend) + 1
+        self.bos_id = self.id_of(self.named_tokens.get("bos_token", ""))
         if add_bos and self.bos_id is None:
             raise ValueError("the tokenizer says add_bos_token, but has no bos_token; give one of them another value")
         self._digest = hashlib.sha256(source)
@@ -103,18 +103,18 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of ids; incomplete UTF-8 shows as U+FFFD. Ids beyond the vocabulary (padding rows of an embedding) give
         nothing. Text is not always the concatenation of its ids' texts: decode a growing list to stream."""
-        text: str = self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        known = [i for i in ids if i < self.vocab_size]
+        text: str = self._backend.decode(known, skip_special_tokens=skip_special)
         return text
 
     def id_of(self, token: str) -> int | None:
         """Id of a token's exact vocabulary entry, or None."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        found = self._backend.token_to_id(token)
+        return found if found is not None and found < self.vocab_size else None
 
     def token_of(self, token_id: int) -> str | None:
         """An id's vocabulary entry as it is stored (byte-level vocabularies write a space as "Ġ"), or None."""
-        found: str | None = self._backend.id_to_token(token_id)
-        return found
+        return self._backend.id_to_token(token_id) if token_id < self.vocab_size else None
 
     def __len__(self) -> int:
         return self.vocab_size

@@ -141,15 +141,16 @@ def value_type(value: Any) -> gguf.GGUFValueType:
 
 
 def bpe_metadata(**changes: Any) -> dict[str, Any]:
-    """Tokenizer keys of a GGUF file: all bytes, a few merges, three control tokens."""
+    """Tokenizer keys of a GGUF file: all bytes, a few merges, three control tokens, and a token no merge reaches."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "he", "ll", "hell", "hello", "Ġhello"]
+    tokens += ["12", ".Ċ", "Ġ.", "xyz"]
     keys = {
         "model": "gpt2",
         "pre": "smollm",
         "tokens": tokens,
         "token_type": [3, 3, 3] + [1] * (len(tokens) - 3),
-        "merges": ["h e", "l l", "he ll", "hell o", "Ġ hello"],
+        "merges": ["h e", "l l", "he ll", "hell o", "Ġ hello", "1 2", ". Ċ", "Ġ ."],
         "eos_token_id": 0,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in (keys | changes).items() if value is not None}

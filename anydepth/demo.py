@@ -1,0 +1,191 @@
+"""`make demo`: the main job on the embedded model, from questions to a table, a picture, a page and Records.
+
+Every arm answers the same held-out questions, at a fixed depth or with the exit gate at one threshold; then all arms
+are timed on matched work. A thin caller of `eval` and `bench`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anydepth.eval import plot, report
+from anydepth.eval.arms import Arm
+from anydepth.eval.run import provenance_of, question_ids_hash, run, token_pieces
+from anydepth.eval.task import Question, Task, load_task
+from anydepth.models.nano.questions import KINDS, question_text
+from anydepth.record import HEADER, Record, RecordWriter, remove, write_atomically
+
+if TYPE_CHECKING:
+    from anydepth.engine.llm import LLM
+
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.5, 0.9, 0.99)
+HIGHLIGHT = 0.5  # the threshold that the page speaks of, fixed before any result was seen
+BASELINE = "never"
+CONCURRENCY = 32
+REPETITIONS = 3
+TIMED_QUESTIONS = 128
+TIMING_SHARE = 0.5  # of the answers' time, for the progress bar
+
+
+def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = "nano",
+         thresholds: Sequence[float] = THRESHOLDS, progress: bool = True) -> dict[str, Any]:
+    """Run the sweep and write into `out`: pareto.png, report.html, a study Record, and records/<arm>/ for each arm.
+
+    questions: held-out test questions an arm. thresholds: of the exit gate, besides 0.5, of which the page speaks.
+    progress: a bar on stderr. The table goes to stdout. Returns the result that `--json` prints: `arms`, a list with
+    name, policy, exit_threshold, depth, accuracy, low, high, n, mean_depth, segments_per_question, tokens_per_s,
+    s_max, share_of_bound and more (shares in 0..1), and `files`.
+
+    An interrupted run goes on where it stopped when it is called in the same way; after a complete one, all is new.
+    Raises ValueError for a model without a gate and for an `out` that holds another Record.
+    """
+    import torch
+
+    from anydepth.engine.llm import LLM
+
+    start, folder = time.perf_counter(), Path(out)
+    task = load_task("nano")
+    asked = task.select(limit=questions)
+    llm = LLM(model, max_batch=CONCURRENCY)
+    arms = sweep(llm.engine.model.shape.segments, thresholds)
+    with bar(len(arms) * len(asked), shown=progress) as (tell, advance), \
+            open_study(folder, arms, task=task, asked=asked, llm=llm, threads=torch.get_num_threads()) as writer:
+        records = []
+        for arm in arms:
+            tell(f"{arm.name}: {len(asked)} questions")
+            records.append(run(arm, task=task, llm=llm, out=folder / "records" / arm.name, questions=asked,
+                               threads=torch.get_num_threads(), concurrency=CONCURRENCY, progress=advance))
+        tell("tokens per second, on matched work")
+        speeds = throughput(llm, arms, asked, records[-1], advance=advance)
+        for record in records:
+            name = record.settings_used["name"]
+            writer.append({"id": name, "answer_index": 0, "samples_sha256": record.samples_sha256, **speeds[name]})
+        rows = [{**report.row(record), **speeds[record.settings_used["name"]]} for record in records]
+        study = writer.finish({"arms": rows})
+    write_atomically(folder / "pareto.png", picture := plot.pareto(rows))
+    html = report.page(study, records, shown=answers(llm, asked, records), highlight=gate_name(HIGHLIGHT),
+                       baseline=BASELINE, picture=picture)
+    write_atomically(folder / "report.html", html.encode())
+    print_table(rows, folder=folder, seconds=time.perf_counter() - start)
+    files = {"report": folder / "report.html", "picture": folder / "pareto.png", "study": folder / HEADER,
+             "records": folder / "records"}
+    return {"model": str(model), "questions": len(asked), "arms": rows,
+            "files": {name: str(path) for name, path in files.items()}}
+
+
+def sweep(segments: int, thresholds: Sequence[float]) -> list[Arm]:
+    """The arms: every fixed depth, the gate at every threshold, and full depth last."""
+    fixed = [Arm.parse({"name": f"depth-{depth}", "depth": depth}) for depth in range(1, segments + 1)]
+    gated = [Arm.parse({"name": gate_name(threshold), "exit_threshold": threshold})
+             for threshold in sorted({*thresholds, HIGHLIGHT}) if threshold < 1]
+    return [*fixed, *gated, Arm.parse({"name": BASELINE})]
+
+
+def gate_name(threshold: float) -> str:
+    return f"gate-{threshold:g}"
+
+
+def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence[Question], llm: LLM,
+               threads: int) -> RecordWriter:
+    """The study's Record: the one that was interrupted, where it is of the same run, else a new one.
+
+    Samples of a study are written in one go at its end, so an unfinished one with samples is begun anew too.
+    """
+    settings = {"study": "demo", "task": task.name, "model": llm.checkpoint.name, "questions": len(asked),
+                "question_ids_sha256": question_ids_hash(asked), "arms": [arm.name for arm in arms],
+                "highlight": gate_name(HIGHLIGHT), "baseline": BASELINE, "concurrency": CONCURRENCY,
+                "repetitions": REPETITIONS, "timed_questions": min(TIMED_QUESTIONS, len(asked))}
+
+    def begin() -> RecordWriter:
+        return RecordWriter(folder, kind="study", settings_used=settings, settings_passed={},
+                            provenance=provenance_of(task, llm, seed=0, threads=threads))
+
+    if (folder / HEADER).exists():
+        previous = Record.read(folder, samples=False)
+        if previous.settings_used.get("study") != "demo":
+            raise ValueError(f"{folder} holds a Record of something else; give another folder for the demo")
+        try:
+            writer = begin()
+            if not writer.samples:
+                return writer
+            writer.close()
+        except ValueError:
+            pass  # of other questions, weights or versions
+        for path in (folder / "records").glob("*/"):
+            remove(path)
+        remove(folder)
+    return begin()
+
+
+def throughput(llm: LLM, arms: Sequence[Arm], asked: Sequence[Question], full: Record, *,
+               advance: Callable[[float], object]) -> dict[str, dict[str, Any]]:
+    """Speed of every arm on the same prompts and the answer lengths of full depth, beside its bound."""
+    from anydepth.bench.throughput import Cell, matched_work
+
+    lengths = {sample["id"]: len(sample["output_ids"]) for sample in full.samples}
+    timed = asked[:TIMED_QUESTIONS]
+    cells = sorted((Cell(arm.name, arm.sampling()) for arm in arms), key=lambda cell: cell.name != BASELINE)
+    part = TIMING_SHARE * len(arms) * len(asked) / (len(cells) * REPETITIONS)
+    found = matched_work(llm.engine.model, cells, [llm.engine.prompt_ids(question.prompt) for question in timed],
+                         [lengths[question.id] for question in timed], concurrency=CONCURRENCY,
+                         repetitions=REPETITIONS, progress=lambda done, total: advance(part))
+    return {cell.name: {key: value for key, value in cell.asdict().items() if key != "name"} for cell in found}
+
+
+def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> list[report.Shown]:
+    """The first question of each difficulty (kinds take turns), as answered at depth 1, with the gate, at full depth."""
+    assert llm.tokenizer is not None
+    decode = llm.tokenizer.decode
+    labels = {"depth-1": "always 1 pass", gate_name(HIGHLIGHT): f"gate at {HIGHLIGHT}", BASELINE: "all passes"}
+    samples = {record.settings_used["name"]: {sample["id"]: sample for sample in record.samples} for record in records}
+    stop_ids = records[0].settings_used["stop_token_ids"]
+    shown = []
+    for index, difficulty in enumerate(sorted({question.data.difficulty for question in asked})):
+        matching = [question for question in asked if question.data.difficulty == difficulty]
+        kind = KINDS[index % len(KINDS)]
+        question = next((question for question in matching if question.data.kind == kind), matching[0])
+        shown.append(report.Shown(
+            title=f"Difficulty {difficulty}", asked=question_text(question.data), gold=question.gold,
+            context=question.prompt.removesuffix(question_text(question.data)),
+            answers=tuple(report.answer(samples[arm][question.id], label=label, stop_ids=stop_ids,
+                                        pieces=lambda ids: token_pieces(decode, ids)) for arm, label in labels.items())))
+    return shown
+
+
+@contextmanager
+def bar(answers: int, *, shown: bool) -> Iterator[tuple[Callable[[str], object], Callable[[float], object]]]:
+    """One bar on stderr for the whole run: (say what is under way, so many answers' worth is done)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        task = progress.add_task("", total=answers * (1 + TIMING_SHARE))
+        yield (lambda text: progress.update(task, description=text)), (lambda amount: progress.advance(task, amount))
+        progress.update(task, completed=answers * (1 + TIMING_SHARE), description="done")
+
+
+def print_table(rows: Sequence[Mapping[str, Any]], *, folder: Path, seconds: float) -> None:
+    """The sweep in one table on stdout, and where the rest is."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{rows[0]['n']} questions an arm; 95 % intervals; tokens/s on matched work", title_style="",
+                  title_justify="left")
+    for heading in ("arm", "right %", "interval", "mean depth", "segments/question", "tokens/s", "speed-up", "bound",
+                    "share of bound %"):
+        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    percent, digits = report.percent, report.digits
+    for row in rows:
+        table.add_row(row["name"], percent(row["accuracy"]), f"{percent(row['low'])}-{percent(row['high'])}",
+                      digits(row["mean_depth"]), digits(row["segments_per_question"], 1),
+                      digits(row["tokens_per_s"], 0), f"{digits(row['s'])}x", f"{digits(row['s_max'])}x",
+                      percent(row["share_of_bound"], 0), style="bold" if row["name"] == gate_name(HIGHLIGHT) else "")
+    console = Console()
+    console.print(table)
+    console.print(f"{seconds:.0f} s. Open {folder / 'report.html'} in a browser: answers with every token coloured by "
+                  f"its depth.", soft_wrap=True, highlight=False)

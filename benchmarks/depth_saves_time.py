@@ -1,0 +1,134 @@
+"""How much of the time that an early exit could save is saved: decode only, against the bound (time_saved_share).
+
+Two models: `nano` with its gate, and a looped model of about 100M random parameters with a replayed trace of depths.
+Also the host's share of a turn on `nano`: Engine.step less the model, policy, readout and sampling.
+
+    python benchmarks/depth_saves_time.py --out runs/depth_saves_time
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from anydepth.bench.roofline import spread
+from anydepth.bench.throughput import Cell, matched_work
+from anydepth.engine.engine import Engine
+from anydepth.models.base import Model
+from anydepth.models.load import load_checkpoint
+from anydepth.models.nano.questions import questions
+from anydepth.models.ouro import Ouro
+from anydepth.record import write_bench
+from anydepth.types import Sampling
+
+LARGE = {
+    "model_type": "ouro",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 4096,
+    "max_position_embeddings": 512,
+    "total_ut_steps": 4,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--exit-threshold", type=float, default=0.5, help="nano's")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/depth_saves_time"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    checkpoint = load_checkpoint("nano")
+    rows = [time_nano(checkpoint, c, options) for c in (1, 32)]
+    rows.append(time_large(options))
+    for row in rows:
+        print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
+                        for key, value in row.items()))
+    write_bench(options.out, name="depth_saves_time", settings=vars(options) | {"out": str(options.out)}, rows=rows,
+                model_hash=checkpoint.model_hash, tokenizer_hash=checkpoint.tokenizer_hash, threads=options.threads)
+
+
+def time_nano(checkpoint: Any, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+    """nano's gate against never on test questions, and the host's milliseconds a turn."""
+    asked = questions("test", 8 if concurrency == 1 else 128)
+    prompts = [checkpoint.tokenizer.encode(question.prompt) for question in asked]
+    lengths = [len(checkpoint.tokenizer.encode(question.answer)) for question in asked]
+    gate = Sampling(exit_threshold=options.exit_threshold)
+    cells = [Cell("never", Sampling()), Cell("gate_cdf", gate)]
+    timed = matched_work(checkpoint.model, cells, prompts, lengths, concurrency=concurrency,
+                         repetitions=options.repetitions, decode_only=True, seed=options.seed)[1]
+    host = [host_ms(checkpoint.model, prompts[:concurrency], gate) for _ in range(options.repetitions)]
+    return {"model": "nano", "concurrency": concurrency, **timed.asdict(), "host_ms_per_turn": spread(host)[0]}
+
+
+def time_large(options: argparse.Namespace) -> dict[str, Any]:
+    """A looped model of about 100M random parameters, depths replayed from a seeded trace, one request at a time."""
+    model = random_ouro(LARGE, seed=options.seed)
+    draw = random.Random(options.seed)
+    length = 24
+    prompt = [draw.randrange(LARGE["vocab_size"]) for _ in range(16)]
+    trace = [4, *(draw.choice((1, 1, 2, 2, 3, 4)) for _ in range(length - 1))]
+    cells = [Cell("never", Sampling()), Cell("trace", Sampling(trace=trace))]
+    timed = matched_work(model, cells, [prompt], [length], concurrency=1, repetitions=options.repetitions,
+                         decode_only=True, seed=options.seed)[1]
+    parameters = sum(slot.numel() for slot in model.slots().values())
+    return {"model": f"looped, {parameters / 1e6:.0f}M random", "concurrency": 1, **timed.asdict()}
+
+
+def random_ouro(config: dict[str, Any], *, seed: int) -> Ouro:
+    """A model whose numbers are small and random; what it says does not matter here."""
+    model = Ouro(config, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for slot in model.slots().values():
+        slot.copy_(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
+    return model
+
+
+def host_ms(model: Model, prompts: list[list[int]], sampling: Sampling) -> float:
+    """Milliseconds of a decode turn outside the model, policy, readout and sampling."""
+    engine = Engine(model, max_batch=len(prompts))
+    requests = [engine.submit(prompt, sampling) for prompt in prompts]
+    while any(sequence.prefilling for sequence in engine.scheduler.running.values()) or engine.scheduler.waiting:
+        engine.step()
+    kernels = [0.0]
+
+    def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return run(*args, **kwargs)
+            finally:
+                kernels[0] += time.perf_counter() - start
+
+        return wrapper
+
+    policy = requests[0].policy
+    owners = [(model, ("embed", "segment", "signal", "readout")), (policy, ("decide",)),
+              (engine.runner.sampler, ("choose",)), (engine.runner.fill, ("leave",))]
+    for owner, names in owners:
+        for name in names:
+            setattr(owner, name, timed(getattr(owner, name)))
+    turns, start = 0, time.perf_counter()
+    while not engine.idle:
+        engine.step()
+        turns += 1
+    spent = time.perf_counter() - start
+    for owner, names in owners:
+        for name in names:
+            delattr(owner, name)
+    return (spent - kernels[0]) / turns * 1e3
+
+
+if __name__ == "__main__":
+    main()
