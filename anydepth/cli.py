@@ -84,7 +84,7 @@ def generate(
         max_depth=max_depth,
         depth=depth,
     )
-    prompts = [sys.stdin.read()] if not prompt or prompt == ["-"] else prompt
+    prompts = [sys.stdin.read().rstrip("\n")] if not prompt or prompt == ["-"] else prompt
     options = {
         "fill": fill,
         "segments": segments,
@@ -116,6 +116,44 @@ def info(model: Model = "nano", as_json: AsJson = False) -> None:
     from anydepth.show import print_info
 
     _finish("info", print_info(model), as_json)
+
+
+@train.command("loop")
+def train_loop(
+    out: Annotated[Path, typer.Argument(help="Folder of the model; a run that was stopped goes on from there.")],
+    seed: Annotated[int, typer.Option(help="Decides initial weights and questions.")] = 0,
+    copied_kv: Annotated[
+        bool,
+        typer.Option(
+            "--copied-kv/--no-copied-kv", help="Phase C: train against copied K/V (nano) or not (nano-plain)."
+        ),
+    ] = True,
+    processes: Annotated[int, typer.Option(help="1 or 2, one thread each.")] = 2,
+    start_from: Annotated[Path | None, typer.Option(help="state-b.pt of another run of the same seed.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--restart", help="Go on from the state in OUT, or begin anew.")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Train the looped model from nothing: curriculum, full task, robustness to copied K/V."""
+    from anydepth.train.loop import train_loop as run
+
+    folder = run(out, seed=seed, copied_kv=copied_kv, processes=processes, start_from=start_from, resume=resume)
+    _finish("train loop", {"model": str(folder)}, as_json)
+
+
+@train.command("gate")
+def train_gate(
+    model: Annotated[Path, typer.Argument(help="Folder of a trained looped model; its gate is replaced.")],
+    out: Annotated[Path | None, typer.Option(help="Write the model with the new gate here instead.")] = None,
+    seed: Annotated[int, typer.Option(help="Decides the training questions.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Fit the exit gate on a frozen looped model: leave where a deeper loop would not lower the loss."""
+    from anydepth.train.gate import train_gate as run
+
+    folder = run(model, out=out or model, seed=seed)
+    _finish("train gate", {"model": str(folder)}, as_json)
 
 
 def _finish(command: str, result: dict[str, Any], as_json: bool) -> None:

@@ -14,13 +14,14 @@ from anydepth.engine.llm import LLM
 from anydepth.models.load import load_checkpoint
 from anydepth.types import Chunk, Output, Sampling
 
-# Shallow to deep, light to dark blue-green-purple, told apart without colour vision by lightness.
+# Shallow to deep, light to dark: told apart by lightness, without colour vision too.
 DEPTH_COLOURS = ("#fde725", "#90d743", "#35b779", "#21918c", "#31688e", "#443983", "#440154")
 
 
-def depth_colour(depth: int, segments: int) -> str:
-    """Colour of a depth among `segments`: the whole scale is used whatever R is."""
-    return DEPTH_COLOURS[round((depth - 1) * (len(DEPTH_COLOURS) - 1) / max(1, segments - 1))]
+def depth_style(depth: int, segments: int) -> str:
+    """Style of a depth among `segments`: the whole scale is used whatever R is, with text that can be read on it."""
+    at = round((depth - 1) * (len(DEPTH_COLOURS) - 1) / max(1, segments - 1))
+    return f"{'black' if at < len(DEPTH_COLOURS) // 2 else 'white'} on {DEPTH_COLOURS[at]}"
 
 
 def stream_answers(
@@ -79,7 +80,7 @@ def _print_chunk(console: Console, chunk: Chunk, segments: int, show_depth: bool
     piece = chunk.text if chunk.text is not None else f"{chunk.token_id} "
     if piece:
         shown = show_depth and chunk.depth is not None
-        style = f"black on {depth_colour(chunk.depth, segments)}" if shown else ""  # type: ignore[arg-type]
+        style = depth_style(chunk.depth, segments) if shown else ""  # type: ignore[arg-type]
         console.print(Text(piece, style=style), end="")
     if sampling.logprobs and chunk.logprob is not None:
         console.print(Text(f"[{chunk.logprob:.3f}]", style="dim"), end="")
@@ -90,15 +91,13 @@ def _footer(output: Output, several: bool) -> Text:
     usage = output.usage
     mean = usage.segments_read / usage.decode_tokens if usage.decode_tokens else 0.0
     name = f"prompt {output.prompt_index}, answer {output.answer_index}: " if several else ""
-    return Text(
-        f"\n[{name}{usage.output_tokens} tokens, mean depth {mean:.2f}, {output.finish_reason}]", style="dim"
-    )
+    return Text(f"\n[{name}{usage.output_tokens} tokens, mean depth {mean:.2f}, {output.finish_reason}]", style="dim")
 
 
 def _legend(segments: int) -> Text:
     legend = Text("depth ")
     for depth in range(1, segments + 1):
-        legend.append(f" {depth} ", style=f"black on {depth_colour(depth, segments)}")
+        legend.append(f" {depth} ", style=depth_style(depth, segments))
     return legend
 
 

@@ -10,7 +10,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 C = TypeVar("C")
@@ -73,10 +73,10 @@ class Sampling:
 
     def __post_init__(self) -> None:
         set_ = functools.partial(object.__setattr__, self)
-        set_("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        set_("stop_token_ids", tuple(self.stop_token_ids))
+        set_("stop", (self.stop,) if isinstance(self.stop, str) else _sequence("stop", self.stop, "strings"))
+        set_("stop_token_ids", _sequence("stop_token_ids", self.stop_token_ids, "token ids"))
         if self.trace is not None:
-            set_("trace", tuple(self.trace))
+            set_("trace", _sequence("trace", self.trace, "depths"))
         for name in ("max_tokens", "n", "min_depth"):
             _whole(name, getattr(self, name), least=1)
         for name, least in (("top_k", 1), ("max_depth", 1), ("depth", 1), ("seed", 0)):
@@ -91,6 +91,8 @@ class Sampling:
             raise ValueError("top_p is 0; allowed: above 0, up to 1 (1 keeps every token)")
         if self.logprobs not in (None, "raw", "processed"):
             raise ValueError(f"logprobs is {self.logprobs!r}; allowed: None, 'raw', 'processed'")
+        if self.exit_policy is not None and not isinstance(self.exit_policy, str):
+            raise ValueError(f"exit_policy is {self.exit_policy!r}; allowed: a policy's name, or None")
         if self.first_token not in ("prefill", "policy"):
             raise ValueError(f"first_token is {self.first_token!r}; allowed: 'prefill', 'policy'")
         for text in self.stop:
@@ -100,6 +102,12 @@ class Sampling:
             _whole("stop_token_ids", token, least=0)
         for depth in self.trace or ():
             _whole("trace", depth, least=1)
+
+
+def _sequence(name: str, value: Any, of: str) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {value!r}; allowed: a list of {of}")
+    return tuple(value)
 
 
 def _whole(name: str, value: Any, *, least: int) -> None:
@@ -174,8 +182,35 @@ class Chunk:
     score: Score | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What the engine must know of a model. Planes and segments have the same number: one plane of K/V a segment.
+
+    `segment_layers[k - 1]` are the layer indices of segment k. With `shared_weights` (a looped model) they are the
+    same for every k, and one call of `segment` may carry rows of different k.
+    """
+
+    segments: int
+    segment_layers: tuple[range, ...]
+    shared_weights: bool
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_positions: int
+    has_gate: bool
+
+    @property
+    def layers(self) -> int:
+        """Number of distinct layers, each with K/V of its own."""
+        return max(layers.stop for layers in self.segment_layers)
+
+
 class Policy(Protocol):
     """What the host asks of an exit policy; `exits.base.Policy` has the tensor side."""
+
+    name: ClassVar[str]
 
     def planned(self, sampling: Sampling, index: int, segments: int) -> int | None:
         """Readout depth of output `index`, None when it is decided on the way."""

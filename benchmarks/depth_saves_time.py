@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from anydepth.bench.roofline import spread
+from anydepth.bench.rows import write_rows
 from anydepth.bench.throughput import Cell, matched_work
 from anydepth.engine.engine import Engine
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
 from anydepth.models.nano.questions import questions
 from anydepth.models.ouro import Ouro
-from anydepth.record import write_bench
 from anydepth.types import Sampling
 
 LARGE = {
@@ -53,10 +53,13 @@ def main() -> None:
     rows = [time_nano(checkpoint, c, options) for c in (1, 32)]
     rows.append(time_large(options))
     for row in rows:
-        print("  ".join(f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}"
-                        for key, value in row.items()))
-    write_bench(options.out, name="depth_saves_time", settings=vars(options) | {"out": str(options.out)}, rows=rows,
-                model_hash=checkpoint.model_hash, tokenizer_hash=checkpoint.tokenizer_hash, threads=options.threads)
+        print(
+            "  ".join(
+                f"{key} {value:.3f}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            )
+        )
+    settings = vars(options) | {"benchmark": "depth_saves_time", "out": None}
+    write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
 
 def time_nano(checkpoint: Any, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -66,8 +69,16 @@ def time_nano(checkpoint: Any, concurrency: int, options: argparse.Namespace) ->
     lengths = [len(checkpoint.tokenizer.encode(question.answer)) for question in asked]
     gate = Sampling(exit_threshold=options.exit_threshold)
     cells = [Cell("never", Sampling()), Cell("gate_cdf", gate)]
-    timed = matched_work(checkpoint.model, cells, prompts, lengths, concurrency=concurrency,
-                         repetitions=options.repetitions, decode_only=True, seed=options.seed)[1]
+    timed = matched_work(
+        checkpoint.model,
+        cells,
+        prompts,
+        lengths,
+        concurrency=concurrency,
+        repetitions=options.repetitions,
+        decode_only=True,
+        seed=options.seed,
+    )[1]
     host = [host_ms(checkpoint.model, prompts[:concurrency], gate) for _ in range(options.repetitions)]
     return {"model": "nano", "concurrency": concurrency, **timed.asdict(), "host_ms_per_turn": spread(host)[0]}
 
@@ -80,8 +91,16 @@ def time_large(options: argparse.Namespace) -> dict[str, Any]:
     prompt = [draw.randrange(LARGE["vocab_size"]) for _ in range(16)]
     trace = [4, *(draw.choice((1, 1, 2, 2, 3, 4)) for _ in range(length - 1))]
     cells = [Cell("never", Sampling()), Cell("trace", Sampling(trace=trace))]
-    timed = matched_work(model, cells, [prompt], [length], concurrency=1, repetitions=options.repetitions,
-                         decode_only=True, seed=options.seed)[1]
+    timed = matched_work(
+        model,
+        cells,
+        [prompt],
+        [length],
+        concurrency=1,
+        repetitions=options.repetitions,
+        decode_only=True,
+        seed=options.seed,
+    )[1]
     parameters = sum(slot.numel() for slot in model.slots().values())
     return {"model": f"looped, {parameters / 1e6:.0f}M random", "concurrency": 1, **timed.asdict()}
 
@@ -114,8 +133,12 @@ def host_ms(model: Model, prompts: list[list[int]], sampling: Sampling) -> float
         return wrapper
 
     policy = requests[0].policy
-    owners = [(model, ("embed", "segment", "signal", "readout")), (policy, ("decide",)),
-              (engine.runner.sampler, ("choose",)), (engine.runner.fill, ("leave",))]
+    owners = [
+        (model, ("embed", "segment", "signal", "readout")),
+        (policy, ("decide",)),
+        (engine.runner.sampler, ("choose",)),
+        (engine.runner.fill, ("leave",)),
+    ]
     for owner, names in owners:
         for name in names:
             setattr(owner, name, timed(getattr(owner, name)))

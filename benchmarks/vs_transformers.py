@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from anydepth.bench.roofline import bound, measure_machine, spread
+from anydepth.bench.rows import write_rows
 from anydepth.bench.throughput import Cell, Timing, run_cell
 from anydepth.models.base import Model
 from anydepth.models.load import Checkpoint, load_checkpoint
-from anydepth.record import write_bench
 from anydepth.types import Sampling
 
 
@@ -38,8 +38,8 @@ def main() -> None:
     theirs = transformers_twin(checkpoint)
     rows = [compare(checkpoint.model, theirs, c, options) for c in options.concurrency]
     print_table(rows)
-    write_bench(options.out, name="vs_transformers", settings=vars(options) | {"out": str(options.out)}, rows=rows,
-                model_hash=checkpoint.model_hash, tokenizer_hash=checkpoint.tokenizer_hash, threads=options.threads)
+    settings = vars(options) | {"benchmark": "vs_transformers", "out": None}
+    write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
 
 def transformers_twin(checkpoint: Checkpoint) -> Any:
@@ -47,8 +47,18 @@ def transformers_twin(checkpoint: Checkpoint) -> Any:
     import transformers
 
     shape, config = checkpoint.model.shape, checkpoint.config
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "rms_norm_eps", "rope_theta", "vocab_size", "max_position_embeddings", "tie_word_embeddings")
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_theta",
+        "vocab_size",
+        "max_position_embeddings",
+        "tie_word_embeddings",
+    )
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{key: config[key] for key in keys}))
     theirs.load_state_dict(dict(checkpoint.model.slots()), strict=not config["tie_word_embeddings"])
     theirs.tie_weights()
@@ -78,12 +88,19 @@ def compare(model: Model, theirs: Any, concurrency: int, options: argparse.Names
     limit = bound(model, [], machine).bound_s + ours[0].work.bound_s
     return {
         "concurrency": concurrency,
-        "tokens_per_s": speed, "tokens_per_s_low": low, "tokens_per_s_high": high,
-        "transformers_tokens_per_s": theirs_speed, "transformers_low": theirs_low, "transformers_high": theirs_high,
-        "ratio": ratio[0], "ratio_low": ratio[1], "ratio_high": ratio[2],
+        "tokens_per_s": speed,
+        "tokens_per_s_low": low,
+        "tokens_per_s_high": high,
+        "transformers_tokens_per_s": theirs_speed,
+        "transformers_low": theirs_low,
+        "transformers_high": theirs_high,
+        "ratio": ratio[0],
+        "ratio_low": ratio[1],
+        "ratio_high": ratio[2],
         "roofline_tokens_per_s": tokens / limit,
         "roofline_share": spread(limit / t.seconds for t in ours)[0],
-        "gflops_per_s": machine.flops_per_s / 1e9, "gbytes_per_s": machine.bytes_per_s / 1e9,
+        "gflops_per_s": machine.flops_per_s / 1e9,
+        "gbytes_per_s": machine.bytes_per_s / 1e9,
     }
 
 
@@ -91,8 +108,15 @@ def compare(model: Model, theirs: Any, concurrency: int, options: argparse.Names
 def time_transformers(theirs: Any, prompts: torch.Tensor, new_tokens: int) -> float:
     """Seconds of one greedy generate of exactly new_tokens tokens a row."""
     start = time.perf_counter()
-    out = theirs.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=new_tokens,
-                          min_new_tokens=new_tokens, do_sample=False, use_cache=True, pad_token_id=0)
+    out = theirs.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=new_tokens,
+        min_new_tokens=new_tokens,
+        do_sample=False,
+        use_cache=True,
+        pad_token_id=0,
+    )
     spent = time.perf_counter() - start
     assert out.shape[1] == prompts.shape[1] + new_tokens
     return spent
@@ -101,12 +125,15 @@ def time_transformers(theirs: Any, prompts: torch.Tensor, new_tokens: int) -> fl
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(f"{'C':>3} {'anydepth tok/s':>22} {'transformers tok/s':>22} {'ratio':>18} {'roofline':>9} {'share':>6}")
     for r in rows:
-        print(f"{r['concurrency']:>3} "
-              f"{r['tokens_per_s']:>8.1f} ({r['tokens_per_s_low']:.1f}-{r['tokens_per_s_high']:.1f})".ljust(27)
-              + f"{r['transformers_tokens_per_s']:>8.1f} ({r['transformers_low']:.1f}-{r['transformers_high']:.1f})"
-                .ljust(23)
-              + f"{r['ratio']:>6.2f} ({r['ratio_low']:.2f}-{r['ratio_high']:.2f})".ljust(20)
-              + f"{r['roofline_tokens_per_s']:>8.1f} {r['roofline_share']:>6.2f}")
+        print(
+            f"{r['concurrency']:>3} "
+            f"{r['tokens_per_s']:>8.1f} ({r['tokens_per_s_low']:.1f}-{r['tokens_per_s_high']:.1f})".ljust(27)
+            + f"{r['transformers_tokens_per_s']:>8.1f} ({r['transformers_low']:.1f}-{r['transformers_high']:.1f})".ljust(
+                23
+            )
+            + f"{r['ratio']:>6.2f} ({r['ratio_low']:.2f}-{r['ratio_high']:.2f})".ljust(20)
+            + f"{r['roofline_tokens_per_s']:>8.1f} {r['roofline_share']:>6.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -66,8 +66,12 @@ def device_facts(device: str) -> dict[str, Any]:
 def run_tests() -> dict[str, Any]:
     """The test suite on the CPU of this machine, as far as its packages allow."""
     try:
-        run = subprocess.run([sys.executable, "-m", "pytest", "-x", "--maxfail=20", "-p", "no:cacheprovider"],
-                             capture_output=True, text=True, timeout=TESTS_S)
+        run = subprocess.run(
+            [sys.executable, "-m", "pytest", "-x", "--maxfail=20", "-p", "no:cacheprovider"],
+            capture_output=True,
+            text=True,
+            timeout=TESTS_S,
+        )
     except subprocess.TimeoutExpired as error:
         return {"timed_out_s": TESTS_S, "tail": str(error.stdout or "")[-1000:]}
     return {"exit_code": run.returncode, "tail": run.stdout[-1500:] + run.stderr[-500:]}
@@ -78,10 +82,21 @@ def equality(device: str) -> dict[str, Any]:
     from anydepth.engine.engine import Engine
     from anydepth.types import Sampling
 
-    config = OURO_1_4B | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-                          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97}
-    asks = [Sampling(max_tokens=24), Sampling(max_tokens=24, depth=2), Sampling(max_tokens=24, exit_threshold=0.6),
-            Sampling(max_tokens=24, exit_threshold=0.4, temperature=1.0, top_p=0.9, seed=7)]
+    config = OURO_1_4B | {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "vocab_size": 97,
+    }
+    asks = [
+        Sampling(max_tokens=24),
+        Sampling(max_tokens=24, depth=2),
+        Sampling(max_tokens=24, exit_threshold=0.6),
+        Sampling(max_tokens=24, exit_threshold=0.4, temperature=1.0, top_p=0.9, seed=7),
+    ]
     checked = differ = 0
     for fill in ("full", "last_exited", "shared"):
         answers = []

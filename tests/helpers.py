@@ -1,8 +1,12 @@
-"""Small random models in both houses, the engine's and the reference's, and a way to run requests to their end."""
+"""Small random models in both houses, the engine's and the reference's, and ways to run requests and look inside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,9 +14,13 @@ import torch
 from anydepth.engine.engine import Engine
 from anydepth.models.llama import Llama
 from anydepth.models.ouro import Ouro
-from anydepth.types import Output, Request
+from anydepth.types import Chunk, Output, Request, Sampling, Score
+from tests.equality import Verdict, compare
+from tests.reference.generate import Result, generate, score
 from tests.reference.model import Model as Reference
 from tests.reference.weights import random_weights, tiny_config
+
+Ask = tuple[Sequence[int], Mapping[str, Any]]  # a prompt and its sampling settings, which both houses understand
 
 
 def twins(
@@ -35,21 +43,75 @@ def twins(
     return model, Reference(config, weights, segments=segments)
 
 
+def storage(engine: Engine, pages: Sequence[int], plane: int) -> torch.Tensor:
+    """Indices into the pool of all positions of these pages in a plane (counted from 0)."""
+    pool = engine.runner.pool
+    start = torch.tensor(pages).unsqueeze(1) * pool.page_size + plane * pool.positions
+    return (start + torch.arange(pool.page_size)).view(-1)
+
+
 def poison(engine: Engine) -> Engine:
     """Fill every page with NaN whenever it is handed out, so that nothing may be read that was not written."""
     run = engine.runner.run
 
     def poisoned(plan):
-        pool = engine.runner.pool
         for sequence in plan.admitted:
-            for page in sequence.pages:
-                for plane in range(pool.planes):
-                    start = plane * pool.positions + page * pool.page_size
-                    pool.data[:, :, start : start + pool.page_size] = float("nan")
+            for plane in range(engine.runner.pool.planes):
+                engine.runner.pool.data[:, :, storage(engine, sequence.pages, plane)] = float("nan")
         return run(plan)
 
     engine.runner.run = poisoned
     return engine
+
+
+def planes_of(engine: Engine, pages: Sequence[int], positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Copies of the first positions' K and V, [layers, positions, K, C] each, one pair a plane."""
+    shape, pool = engine.model.shape, engine.runner.pool
+    planes = []
+    for k in range(1, (pool.planes if shape.shared_weights else shape.segments) + 1):
+        where = storage(engine, pages, k - 1 if shape.shared_weights else 0)[:positions]
+        data = pool.data[list(shape.segment_layers[k - 1])].index_select(2, where)
+        data = data.view(*data.shape[:3], shape.kv_heads, shape.head_dim)
+        planes.append((data[:, 0], data[:, 1]))
+    return planes
+
+
+class Watch:
+    """Keeps what only an engine's inside shows: every output's logits, and the planes as an answer (or a scored
+    continuation) ends."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.logits: dict[str, list[torch.Tensor]] = defaultdict(list)
+        self.planes: dict[str, list[Any]] = defaultdict(list)
+        self._choose, self._update = engine.runner.sampler.choose, engine.scheduler.update
+        engine.runner.sampler.choose, engine.scheduler.update = self._chosen, self._updated
+
+    def _chosen(self, sequences, logits):
+        for sequence, row in zip(sequences, logits, strict=True):
+            self.logits[sequence.request.id].append(row.clone())
+        return self._choose(sequences, logits)
+
+    def _updated(self, plan, result):
+        sequences = {row.sequence.request.id: row.sequence for row in plan.rows}
+        chunks = self._update(plan, result)
+        for chunk in chunks:
+            if chunk.output or chunk.score:
+                sequence = sequences[chunk.request_id]
+                request = sequence.request
+                outputs = request.forced[sequence.scored - 1] if request.forced else sequence.token_ids
+                positions = len(request.prompt_ids) + len(outputs) - 1
+                self.planes[request.id].append(planes_of(self.engine, sequence.pages, positions))
+        return chunks
+
+    def answer(self, output: Output) -> SimpleNamespace:
+        """An output with what was seen of it, for `compare`. An aborted one has no ending to compare."""
+        names = ["token_ids", "depths", "logprobs", "logprobs_mode", "prompt_ids"]
+        if output.finish_reason != "abort":
+            names += ["finish_reason", "usage"]
+        seen = {name: getattr(output, name) for name in names}
+        planes = self.planes[output.request_id]
+        return SimpleNamespace(**seen, logits=self.logits[output.request_id], planes=planes[0] if planes else None)
 
 
 def drain(engine: Engine, requests: Iterable[Request] = ()) -> dict[str, Output]:
@@ -61,6 +123,112 @@ def drain(engine: Engine, requests: Iterable[Request] = ()) -> dict[str, Output]
         for chunk in engine.step():
             if chunk.output is not None:
                 outputs[chunk.request_id] = chunk.output
+    assert_empty(engine)
+    return outputs
+
+
+def assert_empty(engine: Engine) -> None:
     assert engine.pages.in_use == 0, "pages held at the end"
     assert not engine.scheduler.running and not engine.runner.chunks, "a request or a chunk held at the end"
-    return outputs
+
+
+def expected(
+    reference: Reference,
+    ask: Ask,
+    *,
+    fill: str,
+    eos_ids: Iterable[int] = (),
+    gate_dtype: str = "float32",
+    outputs: int | None = None,
+) -> Result:
+    """What the reference answers when the request runs alone; with `outputs`, only that many tokens of it."""
+    prompt, settings = ask
+    result = _expected(reference, tuple(prompt), fill, tuple(eos_ids), gate_dtype, tuple(sorted(settings.items())))
+    if outputs is None or outputs >= len(result.token_ids):
+        return result
+    names = ("token_ids", "depths", "logprobs", "logits", "decisions", "draws")
+    return replace(result, **{name: getattr(result, name)[:outputs] for name in names})
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(reference, prompt, fill, eos_ids, gate_dtype, settings) -> Result:
+    settings = dict(settings)
+    if settings.get("temperature", 0) == 0:
+        settings.pop("logprobs", None)  # greedy reports raw ones in both modes
+    return generate(reference, prompt, fill=fill, eos_ids=eos_ids, gate_dtype=gate_dtype, **settings)
+
+
+def verdicts(
+    pair: tuple[Any, Reference],
+    asks: Sequence[Ask],
+    *,
+    fill: str,
+    eos_ids: Iterable[int] = (),
+    gate_dtype: str = "float32",
+    **options: Any,
+) -> list[Verdict]:
+    """Run all asks together in one engine and compare each with its lone run in the reference: tokens, depths, logits,
+    logprobs, planes, ending and usage."""
+    model, reference = pair
+    options = {"page_size": 4, "max_batch": 3, "max_batched_tokens": 8} | options
+    engine = poison(Engine(model, fill=fill, eos_ids=frozenset(eos_ids), gate_dtype=gate_dtype, **options))
+    watch = Watch(engine)
+    requests = [engine.submit(list(prompt), Sampling(**settings)) for prompt, settings in asks]
+    outputs = drain(engine)
+    return [
+        compare(
+            expected(reference, ask, fill=fill, eos_ids=eos_ids, gate_dtype=gate_dtype),
+            watch.answer(outputs[request.id]),
+        )
+        for request, ask in zip(requests, asks, strict=True)
+    ]
+
+
+def assert_lone_runs(pair: tuple[Any, Reference], asks: Sequence[Ask], **options: Any) -> None:
+    """`verdicts`, all of them equal and none excused."""
+    for ask, verdict in zip(asks, verdicts(pair, asks, **options), strict=True):
+        assert verdict.equal and not verdict.near_ties, (ask, *verdict.problems, *verdict.near_ties)
+
+
+def score_verdicts(
+    pair: tuple[Any, Reference],
+    asks: Sequence[tuple[Sequence[int], Sequence[Sequence[int]], Mapping[str, Any]]],
+    *,
+    fill: str,
+    **options: Any,
+) -> list[Verdict]:
+    """As `verdicts`, for asks of (context, continuations, settings); one verdict a continuation."""
+    model, reference = pair
+    engine = poison(Engine(model, fill=fill, **{"page_size": 4, "max_batch": 3, "max_batched_tokens": 8} | options))
+    watch = Watch(engine)
+    requests = [engine.prepare(list(c), Sampling(**settings), forced=targets) for c, targets, settings in asks]
+    scores = drain_scores(engine, requests)
+    found = []
+    for request, (context, targets, settings) in zip(requests, asks, strict=True):
+        logits = iter(watch.logits[request.id])
+        for n, (target, got) in enumerate(zip(targets, scores[request.id], strict=True)):
+            fields = {name: getattr(got, name) for name in ("logprobs", "depths", "greedy", "usage")}
+            seen = {"logits": [next(logits) for _ in target], "planes": watch.planes[request.id][n]}
+            reference_score = score(reference, context, target, fill=fill, **settings)
+            found.append(compare(reference_score, SimpleNamespace(**fields, **seen)))
+    return found
+
+
+def drain_scores(engine: Engine, requests: Iterable[Request]) -> dict[str, list[Score]]:
+    for request in requests:
+        engine.submit(request)
+    scores: dict[str, list[Score]] = defaultdict(list)
+    while not engine.idle:
+        for chunk in engine.step():
+            if chunk.score is not None:
+                scores[chunk.request_id].append(chunk.score)
+    assert_empty(engine)
+    return scores
+
+
+def by_request(chunks: Iterable[Chunk]) -> dict[str, list[Chunk]]:
+    """Chunks of each answer, in order."""
+    grouped: dict[str, list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        grouped[chunk.request_id].append(chunk)
+    return grouped

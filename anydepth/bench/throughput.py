@@ -76,7 +76,7 @@ def matched_work(
     repetitions: int = 3,
     decode_only: bool = False,
     seed: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> list[Throughput]:
     """Time every cell on the same prompts and answer lengths (tokens, one a prompt); the first cell is the baseline.
 
@@ -155,13 +155,10 @@ def summarise(name: str, timings: Sequence[Timing], base: Sequence[Timing]) -> T
     )
 
 
-def _requests(
-    engine: Engine, cell: Cell, prompts: Sequence[Sequence[int]], lengths: Sequence[int]
-) -> list[Request]:
+def _requests(engine: Engine, cell: Cell, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Request]:
     """Requests that decode exactly `lengths` tokens: no end-of-text, no stop strings."""
-    fixed = {"ignore_eos": True, "stop": (), "stop_token_ids": ()}
     asks = []
     for prompt, length in zip(prompts, lengths, strict=True):
-        ask = replace(cell.sampling, max_tokens=length, **fixed)
+        ask = replace(cell.sampling, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
         asks.append(engine.prepare(prompt, ask, streaming=False))
     return asks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Engine:
         for name, value in (
             ("max_batch", max_batch),
             ("page_size", page_size),
-            ("kv_pages", kv_pages or 1),
+            ("kv_pages", 1 if kv_pages is None else kv_pages),
             ("max_batched_tokens", max_batched_tokens),
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -102,7 +102,11 @@ class Engine:
 
         `forced` are continuations to score instead of sampling. Without `streaming`, text is made at the end only.
         """
-        sampling = sampling or Sampling()
+        sampling = Sampling() if sampling is None else sampling
+        if not isinstance(sampling, Sampling):
+            raise ValueError(f"sampling is {sampling!r}; allowed: a Sampling, or None for the defaults")
+        if forced:  # scored from the context's last token on, which is a decode row
+            sampling = replace(sampling, first_token="policy")
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
         if name not in self._policies:
@@ -161,6 +165,7 @@ class Engine:
             return aborted
         try:
             plan = self.scheduler.next()
+            self._peak_pages = max(self._peak_pages, self.pages.in_use)
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
@@ -173,7 +178,10 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its
         last Chunk."""
+        sequence = self.scheduler.running.get(request_id)
         chunk = self.scheduler.abort(request_id)
+        if sequence is not None:
+            self.runner.vacate(sequence.slot)
         if chunk is not None:
             self._aborted.append(chunk)
         return chunk is not None
@@ -181,7 +189,11 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was made, and what is held now."""
         shape = self.model.shape
-        flips = [state[:, 3].sum().item() for policy, state in self.runner.states.items() if hasattr(policy, "flips")]
+        tallies = {
+            name: int(state[:, column].sum())
+            for policy, state in self.runner.states.items()
+            for name, column in policy.tallies.items()
+        }
         return {
             "turns": self.scheduler.turn,
             "running": len(self.scheduler.running),
@@ -194,7 +206,7 @@ class Engine:
             "pages_in_use": self.pages.in_use,
             "pages_peak": self._peak_pages,
             "kv_bytes": self.runner.pool.data.nbytes,
-            **({"gate_flips": int(sum(flips))} if flips else {}),
+            **tallies,
         }
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
@@ -216,6 +228,8 @@ class Engine:
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         vocab = self.model.shape.vocab
+        if isinstance(ids, str | bytes) or not isinstance(ids, Collection):
+            raise ValueError(f"the {what} is {ids!r}; allowed: a string or a list of token ids")
         if len(ids) == 0:
             raise ValueError(f"the {what} is empty; give at least one token")
         for at, token in enumerate(ids):
@@ -243,11 +257,11 @@ class Engine:
     def _account(self, work: TurnWork | None, chunks: list[Chunk]) -> None:
         if work is not None and self.work is not None:
             self.work.append(work)
-        self._peak_pages = max(self._peak_pages, self.pages.in_use)
         for chunk in chunks:
             if chunk.output is not None:
                 self._ends[chunk.output.finish_reason] += 1
-                self._usage += chunk.output.usage
+            if ended := chunk.score or chunk.output:
+                self._usage += ended.usage
 
 
 def default_pages(model: Model, planes: int, slots: int, page_size: int) -> int:

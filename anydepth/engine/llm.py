@@ -139,6 +139,8 @@ class LLM:
             raise ValueError(f"{len(each)} Samplings for {len(prompts)} prompts; give one, or one a prompt")
         requests = []
         for i, (prompt, ask) in enumerate(zip(prompts, each, strict=True)):
+            if not isinstance(ask, Sampling):
+                raise ValueError(f"prompt {i}: its sampling is {ask!r}; allowed: a Sampling")
             seed = fresh_seed() if ask.seed is None else ask.seed
             # One Sampling for several prompts gives each its own randomness; a prompt's own Sampling counts from 0.
             own = 0 if isinstance(sampling, Sequence) else i
@@ -165,26 +167,25 @@ class LLM:
             raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations; give as many of each")
         pairs = []
         for context, continuation in zip(contexts, continuations, strict=True):
-            if isinstance(context, str) != isinstance(continuation, str):
-                raise ValueError("a context and its continuation must both be strings or both be token ids")
             ids = self.engine.prompt_ids(context)
-            if isinstance(context, str):
-                assert isinstance(continuation, str) and self.tokenizer is not None
+            if isinstance(context, str) and isinstance(continuation, str):
+                assert self.tokenizer is not None
                 continuation = self.tokenizer.encode(context + continuation)[len(ids) :]
-            pairs.append((ids, tuple(int(token) for token in continuation)))
+            elif isinstance(context, str) or isinstance(continuation, str):
+                raise ValueError("a context and its continuation must both be strings or both be token ids")
+            pairs.append((ids, tuple(continuation)))
         return pairs
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Queue the requests now; the iterator yields their chunks."""
-        for request in requests:
-            self.engine.submit(request)
-            self._inbox[request.id] = []
-        return self._drain({request.id for request in requests})
-
-    def _drain(self, left: set[str]) -> Iterator[Chunk]:
-        """Step the engine until all of `left` have ended. Chunks of others wait in their inbox; ours may be in our own
-        when another iterator stepped the engine meanwhile."""
+        """Queue the requests when the first chunk is asked for (an iterator that never starts holds nothing), and step
+        the engine until all have ended. Chunks of others wait in their inbox; ours may be in our own when another
+        iterator stepped the engine meanwhile."""
+        left: set[str] = set()
         try:
+            for request in requests:
+                self.engine.submit(request)
+                self._inbox[request.id] = []
+                left.add(request.id)
             while left:
                 ready = [chunk for id in self._mail & left for chunk in self._taken(id)]
                 for chunk in self.engine.step() if not ready else ():
@@ -202,6 +203,7 @@ class LLM:
             for id in left:
                 self.engine.abort(id)
                 self._inbox.pop(id, None)
+                self._mail.discard(id)
 
     def _taken(self, id: str) -> list[Chunk]:
         self._mail.discard(id)
@@ -211,8 +213,10 @@ class LLM:
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts, also from one string or one list of ids."""
-    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise ValueError(f"{prompts!r} is no prompt; allowed: a string, a list of token ids, or a list of such prompts")
     return prompts  # type: ignore[return-value]
 
 

@@ -89,8 +89,14 @@ class Runner:
             numbers = policy.parameters(request.sampling, request.bounds, self.segments)
             state = policy.start(torch.tensor([numbers], dtype=torch.float64, device=self.model.device))
             pool = self.states.setdefault(policy, state.new_zeros(len(self.h_Sd), state.shape[1]))
+            for column in policy.tallies.values():
+                state[0, column] = pool[slot, column]
             pool[slot] = state[0]
         self.sampler.seat(slot, request)
+
+    def vacate(self, slot: int) -> None:
+        """Let go of the chunk that an aborted request had on its way; what is left of it is written over."""
+        self.chunks.pop(slot, None)
 
     def _carried(self, slots_B: Tensor, prefill: tuple[Row, ...]) -> Tensor:
         """h [N, d] that the turn's rows carry into their segment: decode rows, then prefill rows."""

@@ -32,7 +32,9 @@ class TextStream:
         fresh = self._fresh()
         if fresh.endswith(_INCOMPLETE):
             return ""
-        self._anchor, self._done = self._done, len(self._ids)
+        if fresh:  # ids without a text of their own join nothing: the window keeps beginning before them
+            self._anchor = self._done
+        self._done = len(self._ids)
         return self._deliver(self._held + fresh, final=False)
 
     def end(self) -> str:

@@ -7,6 +7,7 @@ asks `planned` and no tensor is looked at. An *adaptive* one (`gate_cdf`) return
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -23,6 +24,7 @@ class Policy:
 
     name: ClassVar[str]
     needs: ClassVar[Needs] = "nothing"
+    tallies: ClassVar[Mapping[str, int]] = {}  # state columns that outlive a request, by the name `stats` gives them
 
     def check(self, sampling: Sampling, shape: Shape) -> None:
         """ValueError for a setting this policy cannot honour on a model of this shape."""

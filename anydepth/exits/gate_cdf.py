@@ -48,8 +48,10 @@ class ReleasedArithmetic(Policy):
 
     For parity arms only: a hazard is 1.0 from logit 6.24 on, so even tau = 1 can leave early. State columns: remaining
     probability, running sum, the float32 policy's product, flips so far, then thresholds for bfloat16 and float32.
-    A flip is a round at which the two precisions decide differently.
+    A flip is a round at which the two precisions decide differently, up to the one where the row leaves.
     """
+
+    tallies = {"gate_flips": 3}  # noqa: RUF012 (as its base class declares it)
 
     def parameters(self, sampling: Sampling, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:
         rounded = float(torch.tensor(sampling.exit_threshold, dtype=torch.bfloat16))
@@ -68,6 +70,7 @@ class ReleasedArithmetic(Policy):
         leave = mass.double() >= base.at_depth(low, depth_N)
         reference = torch.cat((state_NS[:, 2:3], wide), 1)
         leave_wide, reference = super().decide(reference, depth_N, seen)
-        flips = state_NS[:, 3] + (leave != leave_wide)
+        gone = ~first & (state_NS[:, 1] >= base.at_depth(low, (depth_N - 1).clamp(min=1)))
+        flips = state_NS[:, 3] + ((leave != leave_wide) & ~gone)
         moved = torch.stack(((remaining * (1 - hazard)).double(), mass.double(), reference[:, 0], flips), 1)
         return leave, torch.cat((moved, state_NS[:, 4:]), 1)

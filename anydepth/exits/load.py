@@ -30,12 +30,13 @@ def load_policy(name: str, *, gate_dtype: str = "float32") -> Policy:
         module, attribute = f"anydepth.exits.{name}", "Policy"
     try:
         policy = getattr(importlib.import_module(module), attribute)()
-    except (ImportError, AttributeError) as error:
+        if not isinstance(policy, Policy):
+            raise TypeError(f"it is no {Policy.__module__}.Policy")
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"exit_policy {name!r} cannot be loaded ({error}); give one of {known_policies()} or the "
             f"importable pkg.module:Class of your own"
         ) from error
-    assert isinstance(policy, Policy), policy
     return policy
 
 

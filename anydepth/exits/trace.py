@@ -14,10 +14,11 @@ class Policy(base.Policy):
         if sampling.trace is None:
             raise ValueError("policy 'trace' needs trace=[...], one depth for every output token")
         low, high = base.bounds_of(sampling, shape)
+        prefilled = sampling.first_token == "prefill"
         for index, depth in enumerate(sampling.trace):
-            if not low <= depth <= high:
+            if not low <= depth <= high and not (prefilled and index == 0):
                 raise ValueError(f"trace[{index}] is {depth}; allowed: {low} .. {high}")
-        if sampling.first_token == "prefill" and sampling.trace[:1] not in ((), (shape.segments,)):
+        if prefilled and sampling.trace[:1] not in ((), (shape.segments,)):
             raise ValueError(
                 f"trace[0] is {sampling.trace[0]}; the first token comes from the full-depth prefill, so "
                 f"it must be {shape.segments} (or set first_token='policy')"

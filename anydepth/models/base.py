@@ -7,38 +7,14 @@ H query heads, G key/value heads, D head size, T positions of context.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from anydepth.types import Shape as Shape
+
 Part = Literal["embed", "segment", "signal", "readout", "copy"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What the engine must know of a model. Planes and segments have the same number: one plane of K/V a segment.
-
-    `segment_layers[k - 1]` are the layer indices of segment k. With `shared_weights` (a looped model) they are the
-    same for every k, and one call of `segment` may carry rows of different k.
-    """
-
-    segments: int
-    segment_layers: tuple[range, ...]
-    shared_weights: bool
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    max_positions: int
-    has_gate: bool
-
-    @property
-    def layers(self) -> int:
-        """Number of distinct layers, each with K/V of its own."""
-        return max(layers.stop for layers in self.segment_layers)
 
 
 class Cost(NamedTuple):

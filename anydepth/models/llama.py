@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Shape
-from anydepth.models.config import need
+from anydepth.models.config import need, refuse_variants
 from anydepth.models.decoder import Decoder, LayerShape
 
 
@@ -30,9 +30,7 @@ class Llama(Decoder):
         device: torch.device,
         segments: int | Sequence[int] | None = None,
     ) -> None:
-        for key in ("attention_bias", "mlp_bias"):
-            if config.get(key):
-                raise ValueError(f"config.json says {key} = {config[key]!r}; this Llama has no biases (allowed: false)")
+        refuse_variants(config)
         layers, heads = need(config, "num_hidden_layers"), need(config, "num_attention_heads")
         layer = LayerShape(
             hidden=need(config, "hidden_size"),

@@ -114,7 +114,7 @@ def model_class(config: Mapping[str, Any], *, allow_own: bool, path: Path) -> Ca
                              f"folder's config.json only, not in a downloaded one")
         try:
             own: Callable[..., Model] = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: model_type {kind!r} cannot be imported ({error}); allowed: pkg.module:Class "
                              f"of an importable module") from error
         return own

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Shape
-from anydepth.models.config import need, plain_rope
+from anydepth.models.config import need, plain_rope, refuse_variants
 from anydepth.models.decoder import Decoder, LayerShape
 
 
@@ -25,6 +25,7 @@ class Ouro(Decoder):
     ) -> None:
         if segments is not None:
             raise ValueError(f"segments is {segments!r}, but an Ouro model's segments are its loops; leave it out")
+        refuse_variants(config)
         layers, heads = need(config, "num_hidden_layers"), need(config, "num_attention_heads")
         layer = LayerShape(
             hidden=need(config, "hidden_size"),

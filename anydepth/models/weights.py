@@ -31,7 +31,7 @@ class Weights(Protocol):
 
 def check_sizes(weights: Weights, *, path: Path) -> None:
     """ValueError for sizes so absurd that building the model would exhaust the machine before its shapes are known."""
-    for key, most in (("num_hidden_layers", len(weights.shapes)), ("max_position_embeddings", 1 << 24),
+    for key, most in (("num_hidden_layers", len(weights.shapes)), ("max_position_embeddings", 1 << 21),
                       ("total_ut_steps", 1 << 10)):
         value = weights.config.get(key, 0)
         if isinstance(value, int) and value > most:

@@ -6,9 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from anydepth.models.base import Shape
 from anydepth.ops.kv import KVPool
-from anydepth.types import unknown
+from anydepth.types import Shape, unknown
 
 
 class Fill:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anydepth.models.base import Shape
 from anydepth.ops.attend import attend_chunk, attend_rows, causal_mask
+from anydepth.types import Shape
 
 
 class KVPool:

@@ -114,7 +114,7 @@ def test_eos_ids_join_three_sources(tmp_path):
 @pytest.mark.parametrize("eos", [61, -1, "2", [1, 61], True])
 def test_eos_out_of_range(tmp_path, unread, eos):
     write_folder(tmp_path, eos_token_id=eos)
-    with pytest.raises(ValueError, match="eos id of the config is .* 0 to 60"):
+    with pytest.raises(ValueError, match=r"eos id of the config is .* 0 to 60"):
         load_checkpoint(tmp_path)
 
 
@@ -168,7 +168,7 @@ def test_tied_head_must_equal_the_embedding(tmp_path):
     assert_loaded(load_checkpoint(tmp_path), weights)
     head[60, 31] += 1e-3
     write_weights(tmp_path, weights | {"lm_head.weight": head})
-    with pytest.raises(ValueError, match="lm_head.weight differs from model.embed_tokens.weight"):
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
         load_checkpoint(tmp_path)
 
 
@@ -178,11 +178,11 @@ def test_shards(tmp_path, unread):
     index = tmp_path / "model.safetensors.index.json"
     whole = json.loads(index.read_text())["weight_map"]
     save_file(load_file(second) | {"model.embed_tokens.weight": weights["model.embed_tokens.weight"]}, second)
-    with pytest.raises(ValueError, match="model.embed_tokens.weight is in model-00001.* and again in model-00002"):
+    with pytest.raises(ValueError, match=r"model.embed_tokens.weight is in model-00001.* and again in model-00002"):
         load_checkpoint(tmp_path)
     write_folder(tmp_path, shards=2)
     edit_json(index, weight_map=whole | {"model.norm.weight": first.name, "lm_head.weight": second.name})
-    with pytest.raises(ValueError, match="says tensor .* is in .*, but it is in"):
+    with pytest.raises(ValueError, match=r"says tensor .* is in .*, but it is in"):
         load_checkpoint(tmp_path)
     edit_json(index, weight_map=whole | {"model.norm.weight": "../model.safetensors"})
     with pytest.raises(ValueError, match="plain file names"):
@@ -192,7 +192,7 @@ def test_shards(tmp_path, unread):
         load_checkpoint(tmp_path)
     edit_json(index, weight_map=whole)
     second.unlink()
-    with pytest.raises(ValueError, match="names the shard model-00002-of-00002.safetensors, which is missing"):
+    with pytest.raises(ValueError, match=r"names the shard model-00002-of-00002.safetensors, which is missing"):
         load_checkpoint(tmp_path)
     edit_json(index, weight_map=[])
     with pytest.raises(ValueError, match="no weight_map"):
@@ -251,7 +251,15 @@ def test_incomplete_folders(tmp_path):
 def test_absurd_sizes(tmp_path, sizes):
     write_folder(tmp_path)
     edit_json(tmp_path / "config.json", **sizes)
-    with pytest.raises(ValueError, match="config says .* allowed: up to"):
+    with pytest.raises(ValueError, match=r"config says .* allowed: up to"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["looped", "layered"])
+@pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "use_sliding_window", "hidden_act"])
+def test_variants_of_the_decoder(tmp_path, unread, kind, key):
+    write_folder(tmp_path, kind, **{key: "gelu" if key == "hidden_act" else True})
+    with pytest.raises(ValueError, match=f"config has {key} = .*; allowed: "):
         load_checkpoint(tmp_path)
 
 

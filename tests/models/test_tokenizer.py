@@ -147,7 +147,7 @@ def test_a_folder_or_its_file(tmp_path):
     folder, file = Tokenizer.from_folder(tmp_path), Tokenizer.from_folder(tmp_path / "tokenizer.json")
     assert folder.hash == file.hash and folder.eos_ids == file.eos_ids == {1}
     assert folder.vocab_size == len(folder) == len(WORDS)
-    with pytest.raises(ValueError, match="no tokenizer at .*nowhere; give a folder with tokenizer.json"):
+    with pytest.raises(ValueError, match=r"no tokenizer at .*nowhere; give a folder with tokenizer.json"):
         Tokenizer.from_folder(tmp_path / "nowhere")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is no tokenizer.json that can be read"):
@@ -254,5 +254,5 @@ def test_chats_that_are_refused(tmp_path, template, messages, message):
 
 
 def test_no_torch():
-    code = "import sys, anydepth.models.tokenizer, anydepth.models.gguf_tokenizer as g; assert 'torch' not in sys.modules"
+    code = "import sys, anydepth.models.tokenizer, anydepth.models.gguf_tokenizer; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
