@@ -43,8 +43,6 @@ def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = 
     An interrupted run goes on where it stopped when it is called in the same way; after a complete one, all is new.
     Raises ValueError for a model without a gate and for an `out` that holds another Record.
     """
-    import torch
-
     from anydepth.engine.llm import LLM
 
     start, folder = time.perf_counter(), Path(out)
@@ -52,13 +50,13 @@ def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = 
     asked = task.select(limit=questions)
     llm = LLM(model, max_batch=CONCURRENCY)
     arms = sweep(llm.engine.model.shape.segments, thresholds)
-    with bar(len(arms) * len(asked), shown=progress) as (tell, advance), \
-            open_study(folder, arms, task=task, asked=asked, llm=llm, threads=torch.get_num_threads()) as writer:
+    with one_thread(), bar(len(arms) * len(asked), shown=progress) as (tell, advance), \
+            open_study(folder, arms, task=task, asked=asked, llm=llm) as writer:
         records = []
         for arm in arms:
             tell(f"{arm.name}: {len(asked)} questions")
             records.append(run(arm, task=task, llm=llm, out=folder / "records" / arm.name, questions=asked,
-                               threads=torch.get_num_threads(), concurrency=CONCURRENCY, progress=advance))
+                               threads=1, concurrency=CONCURRENCY, progress=advance))
         tell("tokens per second, on matched work")
         speeds = throughput(llm, arms, asked, records[-1], advance=advance)
         for record in records:
@@ -89,8 +87,21 @@ def gate_name(threshold: float) -> str:
     return f"gate-{threshold:g}"
 
 
-def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence[Question], llm: LLM,
-               threads: int) -> RecordWriter:
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """A single tensor thread: nano's matrices are too small to share, and a second thread that has to wait for a core
+    stalls every one of them (sixty times slower on a busy machine)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence[Question], llm: LLM) -> RecordWriter:
     """The study's Record: the one that was interrupted, where it is of the same run, else a new one.
 
     Samples of a study are written in one go at its end, so an unfinished one with samples is begun anew too.
@@ -102,7 +113,7 @@ def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence
 
     def begin() -> RecordWriter:
         return RecordWriter(folder, kind="study", settings_used=settings, settings_passed={},
-                            provenance=provenance_of(task, llm, seed=0, threads=threads))
+                            provenance=provenance_of(task, llm, seed=0, threads=1))
 
     if (folder / HEADER).exists():
         previous = Record.read(folder, samples=False)
@@ -171,19 +182,20 @@ def bar(answers: int, *, shown: bool) -> Iterator[tuple[Callable[[str], object],
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, folder: Path, seconds: float) -> None:
     """The sweep in one table on stdout, and where the rest is."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=f"{rows[0]['n']} questions an arm; 95 % intervals; tokens/s on matched work", title_style="",
-                  title_justify="left")
-    for heading in ("arm", "right %", "interval", "mean depth", "segments/question", "tokens/s", "speed-up", "bound",
-                    "share of bound %"):
-        table.add_column(heading, justify="left" if heading == "arm" else "right")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), caption_justify="left", caption_style="",
+                  caption="right: with 95 % interval; tokens/s: the same work in every arm; bound: what it allows at most")
+    for heading in ("arm", "right %", "", "mean\ndepth", "segments/\nquestion", "tokens/s", "speed\n-up", "bound",
+                    "% of\nbound"):
+        table.add_column(heading, justify="left" if heading in ("arm", "") else "right", no_wrap=True)
     percent, digits = report.percent, report.digits
     for row in rows:
         table.add_row(row["name"], percent(row["accuracy"]), f"{percent(row['low'])}-{percent(row['high'])}",
                       digits(row["mean_depth"]), digits(row["segments_per_question"], 1),
-                      digits(row["tokens_per_s"], 0), f"{digits(row['s'])}x", f"{digits(row['s_max'])}x",
+                      digits(row["tokens_per_s"], 0), digits(row["s"]), digits(row["s_max"]),
                       percent(row["share_of_bound"], 0), style="bold" if row["name"] == gate_name(HIGHLIGHT) else "")
     console = Console()
     console.print(table)

@@ -150,7 +150,7 @@ def expected(
     return replace(result, **{name: getattr(result, name)[:outputs] for name in names})
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)
 def _expected(reference, prompt, fill, eos_ids, gate_dtype, settings) -> Result:
     settings = dict(settings)
     if settings.get("temperature", 0) == 0:

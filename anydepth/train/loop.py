@@ -67,6 +67,10 @@ class Job:
 def _run(job: Job, peers: Peers, report: Callable[[str], None]) -> None:
     trainer = Trainer(job)
     peers.wait()
+    if trainer.progress.phase == "done" and (Path(job.out) / "model.safetensors").exists():
+        # Writing it again would undo a gate that was fitted since.
+        report(f"{job.out} holds the finished model already")
+        return
     began, before = time.monotonic(), trainer.progress.seconds
     while trainer.progress.phase != "done":
         phase, started, tokens = trainer.progress.phase, time.monotonic(), trainer.progress.tokens

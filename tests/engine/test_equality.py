@@ -11,7 +11,10 @@ from random import Random
 import pytest
 import torch
 
-from tests.helpers import assert_lone_runs, score_verdicts, twins, verdicts
+from anydepth.engine.engine import Engine
+from anydepth.types import Sampling
+from tests.equality import assert_campaign
+from tests.helpers import assert_lone_runs, drain_scores, score_verdicts, twins, verdicts
 
 VOCABULARY = 61
 LOOPED = {
@@ -217,18 +220,6 @@ def test_never_scores_as_one_dense_pass(name, fill):
     context, target = prompt(5), prompt(6, 4)
     logits = pair[1].readout(pair[1].dense(context + target)[0][-1])
     dense = [float(logits[4 + t].log_softmax(-1)[token]) for t, token in enumerate(target)]
-    (verdict,) = score_verdicts(pair, [(context, [target], {})], fill=fill)
-    assert verdict.equal
-    assert max(verdict.worst.values()) <= 1.0
-    reference = score_of(pair, context, target, fill)
-    assert reference == pytest.approx(dense, abs=1e-9)
-
-
-def score_of(pair, context, target, fill):
-    from anydepth.engine.engine import Engine
-    from anydepth.types import Sampling
-    from tests.helpers import drain_scores
-
     engine = Engine(pair[0], fill=fill)
-    (score,) = drain_scores(engine, [engine.prepare(context, Sampling(), forced=[target], id="s")])["s"]
-    return score.logprobs
+    (score,) = drain_scores(engine, [engine.prepare(context, Sampling(), forced=[target], id="it")])["it"]
+    assert score.logprobs == pytest.approx(dense, abs=1e-9)

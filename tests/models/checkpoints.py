@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
 
+from anydepth.models.load import Checkpoint
 from tests.reference.weights import random_weights, tiny_config
 
 WORDS = ["<s>", "</s>", "<end>", "[user]", "[bot]", "\n", *"abcdefghij"]
@@ -154,3 +155,15 @@ def bpe_metadata(**changes: Any) -> dict[str, Any]:
         "eos_token_id": 0,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in (keys | changes).items() if value is not None}
+
+
+def edit_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+def assert_loaded(checkpoint: Checkpoint, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+    """The model holds exactly these weights, rounded to dtype."""
+    slots = checkpoint.model.slots()
+    assert slots.keys() == weights.keys()
+    for name, slot in slots.items():
+        assert torch.equal(slot, weights[name].to(dtype)), name

@@ -1,0 +1,268 @@
+"""Random schedules: a model, an engine, and requests that arrive, end and are aborted over time.
+
+`play(draw(rng))` runs one and checks everything a schedule must leave true. A failure shows the schedule as an
+expression that can be pasted into a test.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from anydepth.engine.engine import Engine
+from anydepth.types import Output, Sampling, Score, Usage
+from tests.equality import Verdict, compare
+from tests.helpers import Watch, assert_empty, expected, poison, twins
+from tests.reference.generate import score
+from tests.reference.model import Model as Reference
+
+VOCABULARY = 19  # small, so that stop ids do come up
+PATIENCE = 5000  # turns after which a schedule is taken to hang
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request: when it is submitted and, if at all, aborted (in steps of the engine). With `forced`, continuations
+    to score."""
+
+    arrival: int
+    prompt: tuple[int, ...]
+    settings: dict[str, Any]
+    abort: int | None = None
+    forced: tuple[tuple[int, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`changes` are those of `tiny_config`, `engine` the engine's own options."""
+
+    kind: str
+    seed: int
+    changes: dict[str, Any]
+    segments: tuple[int, ...] | None
+    dtype: str
+    fill: str
+    eos_ids: tuple[int, ...]
+    engine: dict[str, Any]
+    asked: tuple[Asked, ...]
+
+
+@dataclass
+class Ran:
+    """What one request gave: its chunks' tokens and depths, the scores of its continuations, its last word."""
+
+    streamed: list[tuple[int | None, int | None]] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    output: Output | None = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.output is not None and self.output.finish_reason == "abort"
+
+    @property
+    def usages(self) -> list[Usage]:
+        """One a continuation that was scored, or the answer's; what an abort cut short counts too."""
+        scored = [one.usage for one in self.scores]
+        return scored + [self.output.usage] * (not scored or self.aborted) if self.output else scored
+
+    @property
+    def decoded(self) -> list[tuple[int, ...]]:
+        """Depths of what was read, a tuple a continuation or answer."""
+        return [one.depths for one in self.scores] or [self.output.depths if self.output else ()]
+
+
+@dataclass
+class Played:
+    """What a schedule gave, request by request; with a reference, its verdicts."""
+
+    ran: list[Ran]
+    verdicts: list[Verdict] = field(default_factory=list)
+
+
+def draw(rng: Random, *, dtype: str = "float64") -> Schedule:
+    """A random schedule. `rng` may be hypothesis's, which then shrinks it."""
+    kind = rng.choice(["looped", "looped", "layered"])
+    changes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 2,
+        "num_key_value_heads": rng.choice([1, 2]),
+        "max_position_embeddings": rng.choice([64, 9, 21]),
+        "tie_word_embeddings": rng.choice([False, True]),
+        "num_hidden_layers": rng.randint(1, 2) if kind == "looped" else rng.randint(2, 4),
+    }
+    exits = None
+    if kind == "looped":
+        changes["total_ut_steps"] = segments = rng.randint(1, 4)
+        fill = rng.choice(["last_exited", "full", "shared"])
+    else:
+        last = changes["num_hidden_layers"]
+        exits = (*(layer for layer in range(1, last) if rng.choice([True, False])), last)
+        segments, fill = len(exits), "full"
+    longest = changes["max_position_embeddings"]
+    asked = tuple(_draw_asked(rng, segments, kind == "looped", longest) for _ in range(rng.randint(1, 6)))
+    page_size = rng.choice([4, 1, 2, 3, 16])
+    needs = [-(-_positions(ask, longest) // page_size) for ask in asked]
+    engine = {
+        "max_batch": rng.randint(1, 5),
+        "page_size": page_size,
+        "kv_pages": max(needs) + rng.randint(0, sum(needs) - max(needs)),
+        "max_batched_tokens": rng.choice([64, 1, 2, 3, 7]),
+    }
+    eos = tuple(sorted(rng.sample(range(VOCABULARY), rng.randint(0, 2))))
+    return Schedule(kind, rng.randint(0, 99), changes, exits, dtype, fill, eos, engine, asked)
+
+
+def _draw_asked(rng: Random, segments: int, has_gate: bool, longest: int) -> Asked:
+    length = rng.choice([rng.randint(1, min(longest, 9)), min(longest, 18)])
+    prompt = _ids(rng, length)
+    settings: dict[str, Any] = {"max_tokens": rng.randint(1, 10)}
+    abort = rng.randint(0, 30) if rng.choice([False, False, False, True]) else None
+    forced: tuple[tuple[int, ...], ...] = ()
+    if rng.choice([False, False, False, True]):
+        room = min(6, longest - length + 1)
+        forced = tuple(_ids(rng, rng.randint(1, room)) for _ in range(rng.randint(1, 3)))
+    by_policy = bool(forced) or rng.choice([False, True])
+    if by_policy and not forced:
+        settings["first_token"] = "policy"
+    policy = rng.choice(["never", "fixed", "trace", *["gate"] * 3 * has_gate])
+    if policy == "fixed":
+        settings["depth"] = rng.randint(1, segments)
+    elif policy == "trace":
+        depths = [rng.randint(1, segments) for _ in range(10)]
+        settings["trace"] = tuple(depths if by_policy else [segments, *depths[1:]])
+    elif policy == "gate":
+        low = rng.randint(1, segments)
+        settings |= {"exit_policy": "gate_cdf", "exit_threshold": rng.choice([0.5, 0.3, 0.7, 0.0, 0.9, 1.0])}
+        settings |= {"min_depth": low, "max_depth": rng.randint(low, segments)}
+    if not forced:
+        if rng.choice([False, True]):
+            settings |= {"temperature": rng.choice([1.0, 0.5, 1e-3, 3.0]), "seed": rng.getrandbits(64)}
+            settings |= {"top_k": rng.choice([None, 1, 3, 100]), "top_p": rng.choice([1.0, 0.9, 0.2])}
+        if rng.choice([False, True]):
+            settings["logprobs"] = rng.choice(["raw", "processed"])
+        if rng.choice([False, True]):
+            settings["ignore_eos"] = True
+        if rng.choice([False, False, True]):
+            settings["stop_token_ids"] = (rng.randrange(VOCABULARY),)
+    return Asked(rng.randint(0, 12), prompt, settings, abort, forced)
+
+
+def _ids(rng: Random, length: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(VOCABULARY) for _ in range(length))
+
+
+def _positions(ask: Asked, longest: int) -> int:
+    """K/V positions a request may need: those of prompt and answer but for the last token."""
+    outputs = max(map(len, ask.forced)) if ask.forced else ask.settings["max_tokens"]
+    return min(len(ask.prompt) + outputs - 1, longest)
+
+
+def play(schedule: Schedule, *, with_reference: bool = True) -> Played:
+    """Run a schedule to its end, on pages that are NaN when they are handed out, and check what must hold: every
+    request equals its lone run (an aborted one is a prefix of it), nothing is held, the work adds up."""
+    try:
+        return _play(schedule, with_reference)
+    except Exception as error:
+        error.add_note(f"fails again with: play({schedule!r})")
+        raise
+
+
+def _play(schedule: Schedule, with_reference: bool) -> Played:
+    dtype = getattr(torch, schedule.dtype)
+    model, reference = twins(
+        schedule.kind, seed=schedule.seed, dtype=dtype, segments=schedule.segments, **schedule.changes
+    )
+    engine = poison(Engine(model, fill=schedule.fill, eos_ids=frozenset(schedule.eos_ids), **schedule.engine))
+    engine.work = []
+    watch = Watch(engine)
+    played = Played(_run(engine, schedule.asked))
+    assert_empty(engine)
+    _check_work(engine, played.ran, schedule)
+    if with_reference:
+        for ask, ran in zip(schedule.asked, played.ran, strict=True):
+            judge = _judge_scores if ask.forced else _judge_answer
+            found = judge(reference, schedule, ask, ran, watch)
+            assert all(found), (ask, *(problem for verdict in found for problem in verdict.problems))
+            played.verdicts += found
+    return played
+
+
+def _judge_answer(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran, watch: Watch) -> list[Verdict]:
+    assert ran.output is not None
+    outputs = len(ran.output.token_ids)
+    if not outputs:
+        return []
+    only = outputs if ran.aborted else None
+    settings = {"fill": schedule.fill, "eos_ids": schedule.eos_ids, "outputs": only}
+    return [compare(expected(reference, (ask.prompt, ask.settings), **settings), watch.answer(ran.output))]
+
+
+def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran, watch: Watch) -> list[Verdict]:
+    assert ran.output is not None
+    found, logits = [], iter(watch.logits[ran.output.request_id])
+    settings = {name: value for name, value in ask.settings.items() if name != "max_tokens"}
+    for target, got, planes in zip(ask.forced, ran.scores, watch.planes[ran.output.request_id], strict=False):
+        lone = score(reference, ask.prompt, target, fill=schedule.fill, **settings)
+        fields = {name: getattr(got, name) for name in ("logprobs", "depths", "greedy", "usage")}
+        seen = SimpleNamespace(**fields, logits=[next(logits) for _ in target], planes=planes)
+        found.append(compare(lone, seen))
+    return found
+
+
+def _run(engine: Engine, asked: tuple[Asked, ...]) -> list[Ran]:
+    """Step until all has come and gone."""
+    ran, waiting, turn = [Ran() for _ in asked], dict(enumerate(asked)), 0
+    while waiting or not engine.idle:
+        assert turn < PATIENCE, f"still running after {turn} turns: {list(engine.scheduler.running)}"
+        for n, ask in enumerate(asked):
+            if n in waiting and ask.arrival <= turn:
+                engine.submit(engine.prepare(ask.prompt, Sampling(**ask.settings), id=str(n), forced=ask.forced))
+                del waiting[n]
+            if ask.abort == turn:
+                engine.abort(str(n))
+        for chunk in engine.step():
+            one = ran[int(chunk.request_id)]
+            assert one.output is None, "a chunk after the last one"
+            one.streamed += [(chunk.token_id, chunk.depth)] * (chunk.token_id is not None)
+            one.scores += [chunk.score] * (chunk.score is not None)
+            one.output = chunk.output
+        turn += 1
+    for ask, one in zip(asked, ran, strict=True):
+        assert one.output is not None and (not one.aborted or ask.abort is not None)
+        assert ask.forced or one.streamed == list(zip(one.output.token_ids, one.output.depths, strict=True))
+        assert one.aborted or len(one.scores) == len(ask.forced)
+    return ran
+
+
+def _check_work(engine: Engine, ran: list[Ran], schedule: Schedule) -> None:
+    """What the requests say they cost is what the turns say they ran, and what follows from their depths."""
+    work, segments, usages = engine.work or [], engine.model.shape.segments, [u for one in ran for u in one.usages]
+    assert sum(turn.decode_rows for turn in work) == sum(u.segments_executed for u in usages)
+    assert sum(turn.prefill_rows for turn in work) == sum(u.segments_prefill for u in usages)
+    assert sum(turn.readout_rows for turn in work) == sum(u.output_tokens for u in usages)
+    assert all(turn.prefill_rows <= schedule.engine["max_batched_tokens"] for turn in work)
+    assert all(turn.decode_rows <= schedule.engine["max_batch"] for turn in work)
+    total = sum(usages, Usage(segments_wasted=0))
+    assert engine.stats()["usage"] == {name: getattr(total, name) for name in Usage.__slots__}
+    if any(one.aborted for one in ran):
+        return  # what an abort cut short was run, but not read
+    read, copies, attended = 0, Counter[int](), 0
+    for ask, one in zip(schedule.asked, ran, strict=True):
+        free = not ask.forced and ask.settings.get("first_token") != "policy"  # the first token came from the prefill
+        prefilled = len(ask.prompt) - (not free)
+        attended += segments * prefilled * (prefilled + 1) // 2
+        for depths in one.decoded:
+            executed = [segments if schedule.fill == "full" else depth for depth in depths[free:]]
+            read += sum(depths[free:])
+            copies.update(depth for depth in executed if depth < segments and schedule.fill == "last_exited")
+            attended += sum(count * (prefilled + n) for n, count in enumerate(executed, start=1))
+    assert total.segments_read == read and total.segments_wasted == 0
+    assert Counter(depth for turn in work for depth in turn.copies) == copies
+    assert sum(turn.attended for turn in work) == attended
