@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,8 +66,7 @@ def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = 
         rows = [{**report.row(record), **speeds[record.settings_used["name"]]} for record in records]
         study = writer.finish({"arms": rows})
     write_atomically(folder / "pareto.png", picture := plot.pareto(rows))
-    html = report.page(study, records, shown=answers(llm, asked, records), highlight=gate_name(HIGHLIGHT),
-                       baseline=BASELINE, picture=picture)
+    html = report.page(study, records, shown=answers(llm, asked, records), picture=picture)
     write_atomically(folder / "report.html", html.encode())
     print_table(rows, folder=folder, seconds=time.perf_counter() - start)
     files = {"report": folder / "report.html", "picture": folder / "pareto.png", "study": folder / HEADER,
@@ -134,7 +134,8 @@ def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence
 
 def throughput(llm: LLM, arms: Sequence[Arm], asked: Sequence[Question], full: Record, *,
                advance: Callable[[float], object]) -> dict[str, dict[str, Any]]:
-    """Speed of every arm on the same prompts and the answer lengths of full depth, beside its bound."""
+    """Speed of every arm on the same prompts and the answer lengths of full depth, beside its bound. Turns that carry
+    prompt tokens are left out: they are the same in every arm, and no segment counted here is theirs."""
     from anydepth.bench.throughput import Cell, matched_work
 
     lengths = {sample["id"]: len(sample["output_ids"]) for sample in full.samples}
@@ -143,14 +144,14 @@ def throughput(llm: LLM, arms: Sequence[Arm], asked: Sequence[Question], full: R
     part = TIMING_SHARE * len(arms) * len(asked) / (len(cells) * REPETITIONS)
     found = matched_work(llm.engine.model, cells, [llm.engine.prompt_ids(question.prompt) for question in timed],
                          [lengths[question.id] for question in timed], concurrency=CONCURRENCY,
-                         repetitions=REPETITIONS, progress=lambda done, total: advance(part))
+                         repetitions=REPETITIONS, decode_only=True, progress=lambda done, total: advance(part))
     return {cell.name: {key: value for key, value in cell.asdict().items() if key != "name"} for cell in found}
 
 
 def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> list[report.Shown]:
-    """The first question of each difficulty (kinds take turns), as answered at depth 1, with the gate, at full depth."""
+    """The first question of each difficulty (kinds take turns), as answered at depth 1, by the gate, at full depth."""
     assert llm.tokenizer is not None
-    decode = llm.tokenizer.decode
+    pieces = partial(token_pieces, llm.tokenizer.decode)
     labels = {"depth-1": "always 1 pass", gate_name(HIGHLIGHT): f"gate at {HIGHLIGHT}", BASELINE: "all passes"}
     samples = {record.settings_used["name"]: {sample["id"]: sample for sample in record.samples} for record in records}
     stop_ids = records[0].settings_used["stop_token_ids"]
@@ -162,8 +163,8 @@ def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> l
         shown.append(report.Shown(
             title=f"Difficulty {difficulty}", asked=question_text(question.data), gold=question.gold,
             context=question.prompt.removesuffix(question_text(question.data)),
-            answers=tuple(report.answer(samples[arm][question.id], label=label, stop_ids=stop_ids,
-                                        pieces=lambda ids: token_pieces(decode, ids)) for arm, label in labels.items())))
+            answers=tuple(report.answer(samples[arm][question.id], label=label, pieces=pieces, stop_ids=stop_ids)
+                          for arm, label in labels.items())))
     return shown
 
 
@@ -186,9 +187,10 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, folder: Path, seconds: flo
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), caption_justify="left", caption_style="",
-                  caption="right: with 95 % interval; tokens/s: the same work in every arm; bound: what it allows at most")
-    for heading in ("arm", "right %", "", "mean\ndepth", "segments/\nquestion", "tokens/s", "speed\n-up", "bound",
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption_justify="left", caption_style="",
+                  caption="right: with 95 % interval; tokens/s: decoding the same tokens in every arm;\n"
+                          "speed-up: over never; bound: the speed-up that the work saved allows")
+    for heading in ("arm", "right %", "", "mean\ndepth", "segments/\nquestion", "tokens/s", "speed-\nup", "bound",
                     "% of\nbound"):
         table.add_column(heading, justify="left" if heading in ("arm", "") else "right", no_wrap=True)
     percent, digits = report.percent, report.digits

@@ -124,7 +124,7 @@ def print_info(model: str) -> dict[str, Any]:
         "model sha256": checkpoint.model_hash,
         "tokenizer sha256": checkpoint.tokenizer_hash,
     }
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     for name, value in facts.items():
         console.print(f"{name:18} {value}")
     console.print("cost of a row at 256 positions of context (FLOPs, bytes, weight bytes a turn):")

@@ -16,7 +16,9 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    terminalreporter.write_line(f"property tests: --hypothesis-seed={config.option.hypothesis_seed} draws the same again")
+    terminalreporter.write_line(
+        f"property tests: --hypothesis-seed={config.option.hypothesis_seed} draws the same again"
+    )
 
 
 def pytest_collection_modifyitems(config, items):

@@ -7,6 +7,7 @@ the turn, L rows that leave; others as in `models.base`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -211,7 +212,12 @@ class Runner:
         choice = self.sampler.choose(sequences, self._logits(leaving))
         slots = self._index(sequence.slot for sequence in sequences)
         self.h_Sd.index_copy_(0, slots, self.model.embed(choice.feed_L))
-        return tuple(map(Read, leaving.rows, choice.token_L.tolist(), leaving.depths, choice.logprobs, choice.greedy))
+        logprobs: Iterable[float | None] = itertools.repeat(None)
+        if choice.logprob_L is not None:
+            values = choice.logprob_L.tolist()
+            logprobs = [v if s.reports_logprob else None for v, s in zip(values, sequences, strict=True)]
+        matches = itertools.repeat(True) if choice.matches_L is None else choice.matches_L.tolist()
+        return tuple(map(Read, leaving.rows, choice.token_L.tolist(), leaving.depths, logprobs, matches))
 
     def _logits(self, leaving: Leaving) -> Tensor:
         """[L, V]. A layered model may read each depth its own way, a looped one reads all alike."""

@@ -46,9 +46,10 @@ def processed(logits_NV: Tensor, settings: Settings, *, max_k: int | None, any_t
         ordered, ids = probabilities.sort(stable=True, dim=-1, descending=True)
         dropped = ordered.cumsum(-1).roll(1, -1) >= settings.top_p_N.unsqueeze(1)
         dropped[:, 0] = False
-        dropped &= (settings.top_p_N < 1).unsqueeze(1)
-        probabilities = torch.zeros_like(probabilities).scatter_(1, ids, ordered.masked_fill(dropped, 0.0))
-        probabilities = probabilities / probabilities.sum(-1, keepdim=True)
+        kept = torch.zeros_like(probabilities).scatter_(1, ids, ordered.masked_fill(dropped, 0.0))
+        # A row that asks for no top-p stays as it is, bit for bit, whoever stands beside it.
+        asked = (settings.top_p_N < 1).unsqueeze(1)
+        probabilities = torch.where(asked, kept / kept.sum(-1, keepdim=True), probabilities)
     return probabilities
 
 
@@ -80,13 +81,13 @@ def processed_logprobs(probabilities_NV: Tensor, token_N: Tensor) -> Tensor:
 
 
 class Choice(NamedTuple):
-    """What each of L rows gives: its token, what its sequence feeds next, the token's logprob if it was asked for, and
-    whether it was the argmax."""
+    """What each of L rows gives: its token, what its sequence feeds next, the token's logprob (None: no row reports
+    one; rows that report none hold anything), and whether it was the argmax (None: no row is being scored)."""
 
     token_L: Tensor
     feed_L: Tensor
-    logprobs: List[float | None]
-    greedy: List[bool]
+    logprob_L: Tensor | None
+    matches_L: Tensor | None
 
 
 class Sampler:
@@ -114,25 +115,24 @@ class Sampler:
     def choose(self, sequences: List[Sequence], logits_LV: Tensor) -> Choice:
         """One token for each sequence: its target where it is being scored, else sampled, else the argmax."""
         best = greedy(logits_LV)
-        token, feed = best, None
         forced = [j for j, s in enumerate(sequences) if s.request.forced]
         drawn = [j for j, s in enumerate(sequences) if s.request.sampling.temperature > 0 and not s.request.forced]
-        logprobs: list[float | None] = [None] * len(sequences)
+        reported = [j for j, s in enumerate(sequences) if s.reports_logprob]
+        if not (forced or drawn or reported):
+            return Choice(best, best, None, None)
+        token, feed, at_forced = best.clone(), None, self._index(forced)
+        logprob = logits_LV.new_zeros(len(sequences), dtype=torch.float64) if reported else None
+        token[at_forced] = self._index(_target(sequences[j]) for j in forced)
         if drawn:
-            token = token.clone()
-            self._draw(sequences, drawn, logits_LV, token, logprobs)
-        if forced:
-            token = token.clone()
-            token[self._index(forced)] = self._index(_target(sequences[j]) for j in forced)
-            feed = token.clone()
-            feed[self._index(forced)] = self._index(_next_input(sequences[j]) for j in forced)
-        raw = [j for j, s in enumerate(sequences) if s.request.forced or s.logprobs_mode == "raw"]
-        if raw:
+            self._draw(sequences, drawn, logits_LV, token, logprob)
+        raw = [j for j in reported if sequences[j].logprobs_mode != "processed"]
+        if logprob is not None and raw:
             at = self._index(raw)
-            for j, logprob in zip(raw, raw_logprobs(logits_LV[at], token[at]).tolist(), strict=True):
-                logprobs[j] = logprob
-        matches = (token == best).tolist() if forced else [True] * len(sequences)
-        return Choice(token, token if feed is None else feed, logprobs, matches)
+            logprob[at] = raw_logprobs(logits_LV[at], token[at])
+        if forced:
+            feed = token.clone()
+            feed[at_forced] = self._index(_next_input(sequences[j]) for j in forced)
+        return Choice(token, token if feed is None else feed, logprob, token == best if forced else None)
 
     def _draw(
         self,
@@ -140,9 +140,9 @@ class Sampler:
         drawn: list[int],
         logits_LV: Tensor,
         token_L: Tensor,
-        logprobs: list[float | None],
+        logprob_L: Tensor | None,
     ) -> None:
-        """Sample rows `drawn` into `token`, and their processed logprobs where asked for."""
+        """Sample rows `drawn` into `token`, and write their processed logprobs (raw ones are written over it)."""
         asks = [sequences[j].request.sampling for j in drawn]
         at, slots = self._index(drawn), self._index(sequences[j].slot for j in drawn)
         settings = Settings(*(pool[slots] for pool in self.settings))
@@ -150,9 +150,8 @@ class Sampler:
         chances = processed(logits_LV[at], settings, max_k=max_k, any_top_p=any(ask.top_p < 1 for ask in asks))
         u = self.uniform_SI[slots, self._index(len(sequences[j].token_ids) for j in drawn)]
         token_L[at] = pick(chances, u)
-        if any(sequences[j].logprobs_mode == "processed" for j in drawn):
-            for j, logprob in zip(drawn, processed_logprobs(chances, token_L[at]).tolist(), strict=True):
-                logprobs[j] = logprob if sequences[j].logprobs_mode == "processed" else None
+        if logprob_L is not None:
+            logprob_L[at] = processed_logprobs(chances, token_L[at])
 
     def _index(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.uniform_SI.device)

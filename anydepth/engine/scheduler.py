@@ -55,6 +55,10 @@ class Sequence:
         return "raw" if sampling.logprobs and sampling.temperature == 0 else sampling.logprobs
 
     @property
+    def reports_logprob(self) -> bool:
+        return bool(self.request.forced) or self.request.sampling.logprobs is not None
+
+    @property
     def target(self) -> tuple[int, ...] | None:
         """The continuation being scored, None when tokens are sampled."""
         return self.request.forced[self.scored] if self.request.forced else None

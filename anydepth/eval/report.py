@@ -6,7 +6,7 @@ Every number comes from Records. Only the answers' texts need more: the question
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,25 +74,25 @@ def answer(sample: Sample, *, label: str, pieces: Callable[[Sequence[int]], Sequ
     return Answer(label, tuple(tokens), right, sample["segments_executed"])
 
 
-def page(study: Record, arms: Sequence[Record], *, shown: Sequence[Shown], highlight: str, baseline: str,
-         picture: bytes) -> str:
-    """The page about a study: its aggregates have the `row` of each arm, joined with its throughput.
+def page(study: Record, arms: Sequence[Record], *, shown: Sequence[Shown], picture: bytes) -> str:
+    """The page about a study and its arms.
 
-    highlight and baseline: names of the arm that the page speaks of, fixed beforehand, and of the one at full depth.
+    The study's aggregates have the `row` of each arm, joined with its throughput, as `arms`; its settings name the arm
+    that the page speaks of as `highlight` (fixed beforehand), and the one at full depth as `baseline`.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+    settings, rows = study.settings_used, study.aggregates["arms"]
     segments = arms[0].settings_used["segments"]
     environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
                               trim_blocks=True, lstrip_blocks=True)
     environment.filters["percent"] = percent
     environment.filters["digits"] = digits
     environment.globals["tint"] = lambda depth: tint(depth, segments)
-    rows = study.aggregates["arms"]
     by_name = {row["name"]: row for row in rows}
     return environment.get_template("report.html").render(
-        study=study, rows=rows, shown=shown, segments=segments, lead=by_name[highlight], full=by_name[baseline],
-        levels=_levels(arms), groups=_groups(arms), facts=_facts(study),
+        settings=settings, rows=rows, shown=shown, segments=segments, lead=by_name[settings["highlight"]],
+        full=by_name[settings["baseline"]], levels=_levels(arms), groups=_groups(arms), facts=_facts(study),
         picture=base64.b64encode(picture).decode())
 
 

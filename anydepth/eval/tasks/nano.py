@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import cast
 
 from anydepth.eval import task
 from anydepth.models.nano import questions as nano
@@ -17,9 +19,7 @@ class Nano(task.Task):
     sources = (Path(nano.__file__),)
 
     def questions(self, split: str) -> Iterable[task.Question]:
-        assert split in self.splits
-        return [task.Question(id=q.id, prompt=q.prompt, gold=nano.final_answer(q.answer), group=q.difficulty, data=q)
-                for q in nano.questions(split)]
+        return _questions(cast(nano.Split, split))
 
     def gold_text(self, question: task.Question) -> str:
         answer: str = question.data.answer
@@ -42,6 +42,12 @@ class Nano(task.Task):
             first = next(index for index, hop in enumerate(hops) if hop)
             hops[first + 1 :] = [0] * (len(hops) - first - 1)
         return hops + [0] * (len(words) - len(right))
+
+
+@cache  # drawing 2,160 of them takes a second or two
+def _questions(split: nano.Split) -> list[task.Question]:
+    return [task.Question(id=q.id, prompt=q.prompt, gold=nano.final_answer(q.answer), group=q.difficulty, data=q)
+            for q in nano.questions(split)]
 
 
 def _shape(word: str) -> str:

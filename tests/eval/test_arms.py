@@ -1,0 +1,30 @@
+"""Arms: every field of Sampling under arms.toml's names, and nothing else."""
+
+import pytest
+
+from anydepth.eval.arms import Arm
+from anydepth.types import Sampling
+
+
+def test_parse():
+    arm = Arm.parse({"name": "B1-0.5", "policy": "gate_cdf", "exit_threshold": 0.5, "fill": "last_exited"})
+    assert arm.backend == "engine" and arm.fill == "last_exited"
+    assert arm.sampling() == Sampling(exit_policy="gate_cdf", exit_threshold=0.5)
+    assert arm.passed() == {"fill": "last_exited", "policy": "gate_cdf", "exit_threshold": 0.5}
+
+
+def test_what_a_task_brings_holds_unless_the_arm_says_otherwise():
+    caps = {"max_tokens": 96, "stop": ("\n",)}
+    assert Arm.parse({"name": "a"}).sampling(**caps) == Sampling(**caps)
+    assert Arm.parse({"name": "a", "max_tokens": 7}).sampling(**caps) == Sampling(max_tokens=7, stop=("\n",))
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"name": "a", "exit_treshold": 0.5}, "arm 'a': unknown field 'exit_treshold'; did you mean 'exit_threshold'"),
+    ({"name": "a", "exit_policy": "never"}, "unknown field 'exit_policy'"),
+    ({"name": "a", "exit_threshold": 2}, "arm 'a': exit_threshold is 2; allowed"),
+    ({"name": "a", "backend": "engin"}, "unknown backend 'engin'; did you mean 'engine'"),
+    ({"name": "../a"}, "name is '../a'"), ({"name": ""}, "name is ''"), ({"depth": 1}, "needs a name")])
+def test_refuses(given, message):
+    with pytest.raises(ValueError, match=message):
+        Arm.parse(given)
