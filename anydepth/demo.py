@@ -32,8 +32,14 @@ TIMED_QUESTIONS = 128
 TIMING_SHARE = 0.5  # of the answers' time, for the progress bar
 
 
-def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = "nano",
-         thresholds: Sequence[float] = THRESHOLDS, progress: bool = True) -> dict[str, Any]:
+def demo(
+    *,
+    out: str | Path = "demo",
+    questions: int = 300,
+    model: str | Path = "nano",
+    thresholds: Sequence[float] = THRESHOLDS,
+    progress: bool = True,
+) -> dict[str, Any]:
     """Run the sweep and write into `out`: pareto.png, report.html, a study Record, and records/<arm>/ for each arm.
 
     questions: held-out test questions an arm. thresholds: of the exit gate, besides 0.5, of which the page speaks.
@@ -51,13 +57,26 @@ def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = 
     asked = task.select(limit=questions)
     llm = LLM(model, max_batch=CONCURRENCY)
     arms = sweep(llm.engine.model.shape.segments, thresholds)
-    with one_thread(), bar(len(arms) * len(asked), shown=progress) as (tell, advance), \
-            open_study(folder, arms, task=task, asked=asked, llm=llm) as writer:
+    with (
+        one_thread(),
+        bar(len(arms) * len(asked), shown=progress) as (tell, advance),
+        open_study(folder, arms, task=task, asked=asked, llm=llm) as writer,
+    ):
         records = []
         for arm in arms:
             tell(f"{arm.name}: {len(asked)} questions")
-            records.append(run(arm, task=task, llm=llm, out=folder / "records" / arm.name, questions=asked,
-                               threads=1, concurrency=CONCURRENCY, progress=advance))
+            records.append(
+                run(
+                    arm,
+                    task=task,
+                    llm=llm,
+                    out=folder / "records" / arm.name,
+                    questions=asked,
+                    threads=1,
+                    concurrency=CONCURRENCY,
+                    progress=advance,
+                )
+            )
         tell("tokens per second, on matched work")
         speeds = throughput(llm, arms, asked, records[-1], advance=advance)
         for record in records:
@@ -69,17 +88,28 @@ def demo(*, out: str | Path = "demo", questions: int = 300, model: str | Path = 
     html = report.page(study, records, shown=answers(llm, asked, records), picture=picture)
     write_atomically(folder / "report.html", html.encode())
     print_table(rows, folder=folder, seconds=time.perf_counter() - start)
-    files = {"report": folder / "report.html", "picture": folder / "pareto.png", "study": folder / HEADER,
-             "records": folder / "records"}
-    return {"model": str(model), "questions": len(asked), "arms": rows,
-            "files": {name: str(path) for name, path in files.items()}}
+    files = {
+        "report": folder / "report.html",
+        "picture": folder / "pareto.png",
+        "study": folder / HEADER,
+        "records": folder / "records",
+    }
+    return {
+        "model": str(model),
+        "questions": len(asked),
+        "arms": rows,
+        "files": {name: str(path) for name, path in files.items()},
+    }
 
 
 def sweep(segments: int, thresholds: Sequence[float]) -> list[Arm]:
     """The arms: every fixed depth, the gate at every threshold, and full depth last."""
     fixed = [Arm.parse({"name": f"depth-{depth}", "depth": depth}) for depth in range(1, segments + 1)]
-    gated = [Arm.parse({"name": gate_name(threshold), "exit_threshold": threshold})
-             for threshold in sorted({*thresholds, HIGHLIGHT}) if threshold < 1]
+    gated = [
+        Arm.parse({"name": gate_name(threshold), "exit_threshold": threshold})
+        for threshold in sorted({*thresholds, HIGHLIGHT})
+        if threshold < 1
+    ]
     return [*fixed, *gated, Arm.parse({"name": BASELINE})]
 
 
@@ -106,14 +136,28 @@ def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence
 
     Samples of a study are written in one go at its end, so an unfinished one with samples is begun anew too.
     """
-    settings = {"study": "demo", "task": task.name, "model": llm.checkpoint.name, "questions": len(asked),
-                "question_ids_sha256": question_ids_hash(asked), "arms": [arm.name for arm in arms],
-                "highlight": gate_name(HIGHLIGHT), "baseline": BASELINE, "concurrency": CONCURRENCY,
-                "repetitions": REPETITIONS, "timed_questions": min(TIMED_QUESTIONS, len(asked))}
+    settings = {
+        "study": "demo",
+        "task": task.name,
+        "model": llm.checkpoint.name,
+        "questions": len(asked),
+        "question_ids_sha256": question_ids_hash(asked),
+        "arms": [arm.name for arm in arms],
+        "highlight": gate_name(HIGHLIGHT),
+        "baseline": BASELINE,
+        "concurrency": CONCURRENCY,
+        "repetitions": REPETITIONS,
+        "timed_questions": min(TIMED_QUESTIONS, len(asked)),
+    }
 
     def begin() -> RecordWriter:
-        return RecordWriter(folder, kind="study", settings_used=settings, settings_passed={},
-                            provenance=provenance_of(task, llm, seed=0, threads=1))
+        return RecordWriter(
+            folder,
+            kind="study",
+            settings_used=settings,
+            settings_passed={},
+            provenance=provenance_of(task, llm, seed=0, threads=1),
+        )
 
     if (folder / HEADER).exists():
         previous = Record.read(folder, samples=False)
@@ -132,8 +176,9 @@ def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence
     return begin()
 
 
-def throughput(llm: LLM, arms: Sequence[Arm], asked: Sequence[Question], full: Record, *,
-               advance: Callable[[float], object]) -> dict[str, dict[str, Any]]:
+def throughput(
+    llm: LLM, arms: Sequence[Arm], asked: Sequence[Question], full: Record, *, advance: Callable[[float], object]
+) -> dict[str, dict[str, Any]]:
     """Speed of every arm on the same prompts and the answer lengths of full depth, beside its bound. Turns that carry
     prompt tokens are left out: they are the same in every arm, and no segment counted here is theirs."""
     from anydepth.bench.throughput import Cell, matched_work
@@ -142,9 +187,16 @@ def throughput(llm: LLM, arms: Sequence[Arm], asked: Sequence[Question], full: R
     timed = asked[:TIMED_QUESTIONS]
     cells = sorted((Cell(arm.name, arm.sampling()) for arm in arms), key=lambda cell: cell.name != BASELINE)
     part = TIMING_SHARE * len(arms) * len(asked) / (len(cells) * REPETITIONS)
-    found = matched_work(llm.engine.model, cells, [llm.engine.prompt_ids(question.prompt) for question in timed],
-                         [lengths[question.id] for question in timed], concurrency=CONCURRENCY,
-                         repetitions=REPETITIONS, decode_only=True, progress=lambda done, total: advance(part))
+    found = matched_work(
+        llm.engine.model,
+        cells,
+        [llm.engine.prompt_ids(question.prompt) for question in timed],
+        [lengths[question.id] for question in timed],
+        concurrency=CONCURRENCY,
+        repetitions=REPETITIONS,
+        decode_only=True,
+        progress=lambda done, total: advance(part),
+    )
     return {cell.name: {key: value for key, value in cell.asdict().items() if key != "name"} for cell in found}
 
 
@@ -160,11 +212,18 @@ def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> l
         matching = [question for question in asked if question.data.difficulty == difficulty]
         kind = KINDS[index % len(KINDS)]
         question = next((question for question in matching if question.data.kind == kind), matching[0])
-        shown.append(report.Shown(
-            title=f"Difficulty {difficulty}", asked=question_text(question.data), gold=question.gold,
-            context=question.prompt.removesuffix(question_text(question.data)),
-            answers=tuple(report.answer(samples[arm][question.id], label=label, pieces=pieces, stop_ids=stop_ids)
-                          for arm, label in labels.items())))
+        shown.append(
+            report.Shown(
+                title=f"Difficulty {difficulty}",
+                asked=question_text(question.data),
+                gold=question.gold,
+                context=question.prompt.removesuffix(question_text(question.data)),
+                answers=tuple(
+                    report.answer(samples[arm][question.id], label=label, pieces=pieces, stop_ids=stop_ids)
+                    for arm, label in labels.items()
+                ),
+            )
+        )
     return shown
 
 
@@ -187,19 +246,45 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, folder: Path, seconds: flo
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, caption_justify="left", caption_style="",
-                  caption="right: with 95 % interval; tokens/s: decoding the same tokens in every arm;\n"
-                          "speed-up: over never; bound: the speed-up that the work saved allows")
-    for heading in ("arm", "right %", "", "mean\ndepth", "segments/\nquestion", "tokens/s", "speed-\nup", "bound",
-                    "% of\nbound"):
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=0,
+        caption_justify="left",
+        caption_style="",
+        caption="right: with 95 % interval; tokens/s: decoding the same tokens in every arm;\n"
+        "speed-up: over never; bound: the speed-up that the work saved allows",
+    )
+    for heading in (
+        "arm",
+        "right %",
+        "",
+        "mean\ndepth",
+        "segments/\nquestion",
+        "tokens/s",
+        "speed-\nup",
+        "bound",
+        "% of\nbound",
+    ):
         table.add_column(heading, justify="left" if heading in ("arm", "") else "right", no_wrap=True)
     percent, digits = report.percent, report.digits
     for row in rows:
-        table.add_row(row["name"], percent(row["accuracy"]), f"{percent(row['low'])}-{percent(row['high'])}",
-                      digits(row["mean_depth"]), digits(row["segments_per_question"], 1),
-                      digits(row["tokens_per_s"], 0), digits(row["s"]), digits(row["s_max"]),
-                      percent(row["share_of_bound"], 0), style="bold" if row["name"] == gate_name(HIGHLIGHT) else "")
+        table.add_row(
+            row["name"],
+            percent(row["accuracy"]),
+            f"{percent(row['low'])}-{percent(row['high'])}",
+            digits(row["mean_depth"]),
+            digits(row["segments_per_question"], 1),
+            digits(row["tokens_per_s"], 0),
+            digits(row["s"]),
+            digits(row["s_max"]),
+            percent(row["share_of_bound"], 0),
+            style="bold" if row["name"] == gate_name(HIGHLIGHT) else "",
+        )
     console = Console()
     console.print(table)
-    console.print(f"{seconds:.0f} s. Open {folder / 'report.html'} in a browser: answers with every token coloured by "
-                  f"its depth.", soft_wrap=True, highlight=False)
+    console.print(
+        f"{seconds:.0f} s. Open {folder / 'report.html'} in a browser: answers with every token coloured by its depth.",
+        soft_wrap=True,
+        highlight=False,
+    )

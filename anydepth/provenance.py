@@ -16,9 +16,15 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers")
 SOURCE = Path(anydepth.__file__).parent
 
 
-def provenance(*, packages: Sequence[str] = PACKAGES, threads: int | None = None, seed: int | None = None,
-               model: dict[str, Any] | None = None, tokenizer: dict[str, Any] | None = None,
-               task: dict[str, Any] | None = None) -> dict[str, Any]:
+def provenance(
+    *,
+    packages: Sequence[str] = PACKAGES,
+    threads: int | None = None,
+    seed: int | None = None,
+    model: dict[str, Any] | None = None,
+    tokenizer: dict[str, Any] | None = None,
+    task: dict[str, Any] | None = None,
+) -> dict[str, Any]:
     """The provenance block of a Record, but for its times.
 
     model, tokenizer, task: what identifies them, such as {"name": ..., "hash": ...}. threads: what the tensor library

@@ -65,8 +65,10 @@ class Record:
         if not content and header["samples_sha256"] not in (None, hashlib.sha256(b"").hexdigest()):
             raise ValueError(f"{path} has no samples (was it published without them?); read it with samples=False")
         if record.status == "complete" and (found := hashlib.sha256(content).hexdigest()) != record.samples_sha256:
-            raise ValueError(f"{path}: the samples have the sha256 {found}, {HEADER} says {record.samples_sha256}; "
-                             f"they were changed after the run, get the Record again or run it again")
+            raise ValueError(
+                f"{path}: the samples have the sha256 {found}, {HEADER} says {record.samples_sha256}; "
+                f"they were changed after the run, get the Record again or run it again"
+            )
         return replace(record, samples=tuple(_parse(content, path / SAMPLES)))
 
     def header(self) -> dict[str, Any]:
@@ -83,20 +85,35 @@ class RecordWriter:
     Raises ValueError where the folder holds a run of other settings, models or package versions.
     """
 
-    def __init__(self, folder: str | Path, *, kind: Kind, settings_used: Mapping[str, Any],
-                 settings_passed: Mapping[str, Any], provenance: Mapping[str, Any],
-                 protocol_hash: str | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        kind: Kind,
+        settings_used: Mapping[str, Any],
+        settings_passed: Mapping[str, Any],
+        provenance: Mapping[str, Any],
+        protocol_hash: str | None = None,
+    ) -> None:
         if kind not in get_args(Kind):
             raise ValueError(f"kind is {kind!r}; allowed: {', '.join(get_args(Kind))}")
         path = Path(folder)
-        record = Record(path=path, kind=kind, status="running", settings_used=_plain(settings_used),
-                        settings_passed=_plain(settings_passed), protocol_hash=protocol_hash,
-                        provenance={**_plain(provenance), "started": _now(), "finished": None})
+        record = Record(
+            path=path,
+            kind=kind,
+            status="running",
+            settings_used=_plain(settings_used),
+            settings_passed=_plain(settings_passed),
+            protocol_hash=protocol_hash,
+            provenance={**_plain(provenance), "started": _now(), "finished": None},
+        )
         if (path / HEADER).exists():
             previous = Record.read(path)
             if difference := _difference(previous, record):
-                raise ValueError(f"{path} holds a run of something else ({difference}); go on with the same, remove "
-                                 f"the folder, or give another one")
+                raise ValueError(
+                    f"{path} holds a run of something else ({difference}); go on with the same, remove "
+                    f"the folder, or give another one"
+                )
             record = previous
         elif (path / SAMPLES).exists():
             raise ValueError(f"{path} has {SAMPLES} but no {HEADER}; give an empty folder or that of a Record")
@@ -127,9 +144,13 @@ class RecordWriter:
         self.close()
         path = self.record.path
         self.record = replace(
-            self.record, status="complete", aggregates=_plain(aggregates), samples=tuple(self.samples),
+            self.record,
+            status="complete",
+            aggregates=_plain(aggregates),
+            samples=tuple(self.samples),
             samples_sha256=hashlib.sha256((path / SAMPLES).read_bytes()).hexdigest(),
-            provenance={**self.record.provenance, "finished": _now()})
+            provenance={**self.record.provenance, "finished": _now()},
+        )
         _write_header(self.record)
         return self.record
 
@@ -141,8 +162,9 @@ class RecordWriter:
     def __enter__(self) -> RecordWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -159,8 +181,10 @@ def publish(folder: str | Path, target: str | Path, *, samples: bool = True) -> 
         raise ValueError(f"{target} has files that are no Record; give a folder that does not exist yet")
     packed = _compress(_read_samples(record.path)) if samples else b""
     if len(packed) > PUBLISHED_BYTES:
-        raise ValueError(f"the samples of {record.path} have {len(packed):,} bytes compressed; allowed: "
-                         f"{PUBLISHED_BYTES:,}. Publish the header and checksum alone (samples=False)")
+        raise ValueError(
+            f"the samples of {record.path} have {len(packed):,} bytes compressed; allowed: "
+            f"{PUBLISHED_BYTES:,}. Publish the header and checksum alone (samples=False)"
+        )
     target.mkdir(parents=True, exist_ok=True)
     if samples:
         write_atomically(target / PUBLISHED_SAMPLES, packed)
@@ -217,8 +241,10 @@ def _read_header(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not the header of a Record ({error!r})") from error
     if version != SCHEMA_VERSION:
-        raise ValueError(f"{path} has schema_version {version!r}; this anydepth reads {SCHEMA_VERSION}: "
-                         f"use the version of anydepth that wrote it")
+        raise ValueError(
+            f"{path} has schema_version {version!r}; this anydepth reads {SCHEMA_VERSION}: "
+            f"use the version of anydepth that wrote it"
+        )
     wanted = set(Record.__dataclass_fields__) - {"path", "samples"}
     if wrong := wanted ^ header.keys():
         raise ValueError(f"{path} lacks or has beyond schema_version {SCHEMA_VERSION}: {', '.join(sorted(wrong))}")
@@ -251,8 +277,11 @@ def _parse(content: bytes, path: Path) -> Iterator[Sample]:
 
 
 def _key(sample: Any, *, where: str) -> tuple[str, int]:
-    if not isinstance(sample, Mapping) or not isinstance(sample.get("id"), str) \
-            or not isinstance(sample.get("answer_index"), int):
+    if (
+        not isinstance(sample, Mapping)
+        or not isinstance(sample.get("id"), str)
+        or not isinstance(sample.get("answer_index"), int)
+    ):
         raise ValueError(f"{where} needs an id (a string) and an answer_index (a whole number)")
     return sample["id"], sample["answer_index"]
 

@@ -10,8 +10,21 @@ from anydepth import demo as d
 from anydepth.record import Record
 from tests.random_nano import write_random_nano
 
-KEYS = {"name", "policy", "exit_threshold", "depth", "accuracy", "low", "high", "n", "mean_depth",
-        "segments_per_question", "tokens_per_s", "s_max", "share_of_bound"}
+KEYS = {
+    "name",
+    "policy",
+    "exit_threshold",
+    "depth",
+    "accuracy",
+    "low",
+    "high",
+    "n",
+    "mean_depth",
+    "segments_per_question",
+    "tokens_per_s",
+    "s_max",
+    "share_of_bound",
+}
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +53,10 @@ def test_result_and_records(made):
 
 
 def test_full_depth_and_never_give_the_same_tokens(made):
-    fixed, never = ({s["id"]: s["output_ids"] for s in Record.read(made[0] / "records" / name).samples}
-                    for name in ("depth-2", "never"))
+    fixed, never = (
+        {s["id"]: s["output_ids"] for s in Record.read(made[0] / "records" / name).samples}
+        for name in ("depth-2", "never")
+    )
     assert fixed == never
 
 

@@ -9,8 +9,11 @@ from anydepth.provenance import provenance, source
 
 
 def git(folder, *arguments):
-    subprocess.run(["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True,
-                   capture_output=True)
+    subprocess.run(
+        ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
+        check=True,
+        capture_output=True,
+    )
 
 
 def checkout(folder, name):

@@ -14,8 +14,16 @@ SETTINGS = {"policy": "gate_cdf", "exit_threshold": 0.5, "stop": ("\n",)}
 
 
 def writer(folder, **changes):
-    return RecordWriter(folder, **{"kind": "eval", "settings_used": SETTINGS, "settings_passed": {"exit_threshold": 0.5},
-                                   "provenance": {"packages": {"torch": "2"}, "seed": 0}} | changes)
+    return RecordWriter(
+        folder,
+        **{
+            "kind": "eval",
+            "settings_used": SETTINGS,
+            "settings_passed": {"exit_threshold": 0.5},
+            "provenance": {"packages": {"torch": "2"}, "seed": 0},
+        }
+        | changes,
+    )
 
 
 def sample(number, **more):
@@ -100,8 +108,14 @@ def test_changed_samples_are_noticed(tmp_path):
     assert Record.read(tmp_path, samples=False).aggregates == {"n": 3}
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"schema_version": 2}, "schema_version 2; this anydepth reads 1"), ({"extra": 0}, "extra"), (None, "no record.json")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema_version": 2}, "schema_version 2; this anydepth reads 1"),
+        ({"extra": 0}, "extra"),
+        (None, "no record.json"),
+    ],
+)
 def test_a_header_of_another_kind_is_refused(tmp_path, change, message):
     written(tmp_path)
     path = tmp_path / "record.json"
@@ -111,10 +125,14 @@ def test_a_header_of_another_kind_is_refused(tmp_path, change, message):
         Record.read(tmp_path)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"settings_used": SETTINGS | {"exit_threshold": 0.9}}, "exit_threshold is 0.5 there and 0.9 here"),
-    ({"provenance": {"packages": {"torch": "3"}, "seed": 0}}, "provenance packages"),
-    ({"kind": "bench"}, "kind is 'eval' there and 'bench' here")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"settings_used": SETTINGS | {"exit_threshold": 0.9}}, "exit_threshold is 0.5 there and 0.9 here"),
+        ({"provenance": {"packages": {"torch": "3"}, "seed": 0}}, "provenance packages"),
+        ({"kind": "bench"}, "kind is 'eval' there and 'bench' here"),
+    ],
+)
 def test_goes_on_with_the_same_run_only(tmp_path, changes, message):
     with writer(tmp_path) as out:
         out.append(sample(0))

@@ -29,8 +29,10 @@ class Arm:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not re.fullmatch(r"\w[\w.+-]*", self.name):
-            raise ValueError(f"an arm's name is {self.name!r}; allowed: letters, digits and _ . + -, a letter or "
-                             f"digit first, because its Record's folder has that name")
+            raise ValueError(
+                f"an arm's name is {self.name!r}; allowed: letters, digits and _ . + -, a letter or "
+                f"digit first, because its Record's folder has that name"
+            )
         if self.backend not in BACKENDS:
             raise ValueError(f"arm {self.name!r}: {unknown('backend', self.backend, BACKENDS)}")
         try:

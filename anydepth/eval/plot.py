@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 FIXED, ADAPTIVE, INK, FAINT = "#8a94a6", "#5b3fa0", "#1f2430", "#e4e7ec"
-WIDE, HIGH = 26, 11  # points that a label takes
 
 
 def pareto(rows: Sequence[Mapping[str, Any]]) -> bytes:
@@ -27,13 +26,19 @@ def pareto(rows: Sequence[Mapping[str, Any]]) -> bytes:
     adaptive = sorted((row for row in scored if row["depth"] is None), key=_work)
     _line(axes, fixed, color=FIXED, marker="s", label="the same depth for every token")
     _line(axes, adaptive, color=ADAPTIVE, marker="o", label="the exit gate decides, by threshold")
-    _dress(axes)
+    _dress(axes, right=1.07 * max(map(_work, scored), default=1))
     for row in fixed:
         _name(axes, row, f"depth {row['depth']}", (9, -13), FIXED)
-    # Full depth and the middle of the range are always labelled, the others where there is room.
-    for row in _spread(axes, sorted(adaptive, key=lambda row: (1.0, 0.5).count(row["exit_threshold"]), reverse=True)):
-        full = row["exit_threshold"] == 1
-        _name(axes, row, "never early" if full else f"{row['exit_threshold']:g}", (-9, 7), ADAPTIVE)
+    early = [row for row in adaptive if row["exit_threshold"] != 1]
+    span = axes.get_xlim()[1]
+    if len(early) > 2 and _work(early[-1]) - _work(early[0]) < 0.4 * span:
+        _enlarge(axes, early)
+        early = []
+    right = float("inf")
+    for row in [*(row for row in adaptive if row["exit_threshold"] == 1), *reversed(early)]:
+        if right - _work(row) > 0.03 * span:  # else the labels would cover each other
+            right = _work(row)
+            _name(axes, row, "never early" if row["exit_threshold"] == 1 else _value(row), (-9, 7), ADAPTIVE)
     png = io.BytesIO()
     # Without its own metadata the same numbers give the same bytes.
     figure.savefig(png, format="png", metadata={"Software": None})
@@ -45,40 +50,75 @@ def _work(row: Mapping[str, Any]) -> float:
     return work
 
 
+def _value(row: Mapping[str, Any]) -> str:
+    return f"{row['exit_threshold']:g}"
+
+
 def _line(axes: Any, rows: Sequence[Mapping[str, Any]], *, color: str, marker: str, label: str) -> None:
     heights = [100 * row["accuracy"] for row in rows]
     errors = [[100 * abs(row["accuracy"] - row[bound]) for row in rows] for bound in ("low", "high")]
-    axes.errorbar([_work(row) for row in rows], heights, yerr=errors, color=color, marker=marker, markersize=5.5,
-                  linewidth=1.8, elinewidth=1, capsize=2.5, label=label)
+    axes.errorbar(
+        [_work(row) for row in rows],
+        heights,
+        yerr=errors,
+        color=color,
+        marker=marker,
+        markersize=5.5,
+        linewidth=1.8,
+        elinewidth=1,
+        capsize=2.5,
+        label=label,
+    )
 
 
-def _spread(axes: Any, rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those rows whose points are not close to one that comes before them in the list."""
-    kept: list[tuple[float, float]] = []
-    chosen = []
-    for row in rows:
-        x, y = axes.transData.transform((_work(row), 100 * row["accuracy"])) * 72 / axes.figure.dpi
-        if all(abs(x - other_x) > WIDE or abs(y - other_y) > HIGH for other_x, other_y in kept):
-            kept.append((x, y))
-            chosen.append(row)
-    return chosen
+def _enlarge(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Thresholds that lie close together once more, larger and with their values."""
+    inset = axes.inset_axes((0.59, 0.25, 0.39, 0.34))
+    inset.plot(
+        [_work(row) for row in rows],
+        [100 * row["accuracy"] for row in rows],
+        color=ADAPTIVE,
+        marker="o",
+        markersize=5.5,
+        linewidth=1.8,
+    )
+    inset.margins(0.14, 0.2)
+    inset.locator_params(nbins=5)
+    for index, row in enumerate(rows):
+        _name(inset, row, _value(row), ((-5, 5), (6, -11))[index % 2], ADAPTIVE)
+    inset.set_title("enlarged, with thresholds", fontsize=8.5, color="#556070", loc="left", pad=4)
+    _quiet(inset, size=8)
+    # No lines from the one frame to the other: they would cross what is in between.
+    for line in axes.indicate_inset_zoom(inset, edgecolor="#98a1b1", linewidth=0.8, alpha=1).connectors:
+        line.set_visible(False)
 
 
 def _name(axes: Any, row: Mapping[str, Any], text: str, offset: tuple[int, int], color: str) -> None:
-    axes.annotate(text, (_work(row), 100 * row["accuracy"]), xytext=offset, textcoords="offset points", color=color,
-                  fontsize=8.5, ha="left" if offset[0] > 0 else "right")
+    axes.annotate(
+        text,
+        (_work(row), 100 * row["accuracy"]),
+        xytext=offset,
+        textcoords="offset points",
+        color=color,
+        fontsize=8.5,
+        ha="left" if offset[0] > 0 else "right" if offset[0] < 0 else "center",
+    )
 
 
-def _dress(axes: Any) -> None:
-    axes.set_xlim(left=0)
-    axes.set_ylim(0, 104)
+def _dress(axes: Any, *, right: float) -> None:
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 106)
     axes.set_xlabel("segments a question: passes run for the generated tokens (fewer is cheaper)", color=INK)
     axes.set_ylabel("right answers, %", color=INK)
-    axes.grid(color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#b6bdc9")
-    axes.tick_params(colors="#556070", length=3)
+    _quiet(axes, size=10)
     axes.legend(frameon=False, loc="lower right", fontsize=9.5, labelcolor=INK)
+
+
+def _quiet(axes: Any, *, size: int) -> None:
+    axes.grid(color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for spine in axes.spines.values():
+        spine.set_color("#b6bdc9")
+    axes.tick_params(colors="#556070", length=3, labelsize=size)

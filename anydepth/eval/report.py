@@ -63,13 +63,16 @@ def row(record: Record) -> dict[str, Any]:
     }
 
 
-def answer(sample: Sample, *, label: str, pieces: Callable[[Sequence[int]], Sequence[str]],
-           stop_ids: Sequence[int]) -> Answer:
+def answer(
+    sample: Sample, *, label: str, pieces: Callable[[Sequence[int]], Sequence[str]], stop_ids: Sequence[int]
+) -> Answer:
     """A sample as the page shows it. pieces: token ids to what each of them adds to the text."""
     ids, depths = sample["output_ids"], sample["depths"]
     before = len(ids) - sample["decode_tokens"]
-    tokens = [Token(text, depth, "end" if id in stop_ids else "prompt" if index < before else "")
-              for index, (id, text, depth) in enumerate(zip(ids, pieces(ids), depths, strict=True))]
+    tokens = [
+        Token(text, depth, "end" if id in stop_ids else "prompt" if index < before else "")
+        for index, (id, text, depth) in enumerate(zip(ids, pieces(ids), depths, strict=True))
+    ]
     right = None if sample["score"] is None else sample["score"] == 1
     return Answer(label, tuple(tokens), right, sample["segments_executed"])
 
@@ -84,16 +87,29 @@ def page(study: Record, arms: Sequence[Record], *, shown: Sequence[Shown], pictu
 
     settings, rows = study.settings_used, study.aggregates["arms"]
     segments = arms[0].settings_used["segments"]
-    environment = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined,
-                              trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     environment.filters["percent"] = percent
     environment.filters["digits"] = digits
     environment.globals["tint"] = lambda depth: tint(depth, segments)
     by_name = {row["name"]: row for row in rows}
     return environment.get_template("report.html").render(
-        settings=settings, rows=rows, shown=shown, segments=segments, lead=by_name[settings["highlight"]],
-        full=by_name[settings["baseline"]], levels=_levels(arms), groups=_groups(arms), facts=_facts(study),
-        picture=base64.b64encode(picture).decode())
+        settings=settings,
+        rows=rows,
+        shown=shown,
+        segments=segments,
+        lead=by_name[settings["highlight"]],
+        full=by_name[settings["baseline"]],
+        levels=_levels(arms),
+        groups=_groups(arms),
+        facts=_facts(study),
+        picture=base64.b64encode(picture).decode(),
+    )
 
 
 def percent(share: float | None, places: int = 1) -> str:
@@ -126,29 +142,38 @@ def _levels(arms: Sequence[Record]) -> Table:
     found = {arm.settings_used["name"]: arm.aggregates["depth_by_level"] for arm in adaptive}
     columns = sorted({level for levels in found.values() for level in levels}, key=int)
     counts = [max(levels.get(column, {"tokens": 0})["tokens"] for levels in found.values()) for column in columns]
-    return Table(tuple(zip(columns, counts, strict=True)),
-                 tuple((name, tuple(levels[c]["mean_depth"] if c in levels else None for c in columns))
-                       for name, levels in found.items()))
+    return Table(
+        tuple(zip(columns, counts, strict=True)),
+        tuple(
+            (name, tuple(levels[c]["mean_depth"] if c in levels else None for c in columns))
+            for name, levels in found.items()
+        ),
+    )
 
 
 def _groups(arms: Sequence[Record]) -> Table:
     """Accuracy by group, for all arms."""
     first = arms[0].aggregates["by_group"]
-    return Table(tuple((group, first[group]["n"]) for group in first),
-                 tuple((arm.settings_used["name"], tuple(arm.aggregates["by_group"][g]["accuracy"] for g in first))
-                       for arm in arms))
+    return Table(
+        tuple((group, first[group]["n"]) for group in first),
+        tuple(
+            (arm.settings_used["name"], tuple(arm.aggregates["by_group"][g]["accuracy"] for g in first)) for arm in arms
+        ),
+    )
 
 
 def _facts(study: Record) -> list[tuple[str, str]]:
     """The provenance block in words."""
-    p = study.provenance
-    source = p["anydepth"]
+    p, n = study.provenance, study.settings_used["questions"]
+    source, model, task = p["anydepth"], p["model"], p["task"]
     commit = f", commit {source['commit'][:12]}{' with changes' if source['dirty'] else ''}" if source["commit"] else ""
-    return [("anydepth", f"{source['version']}{commit}"),
-            ("model", f"{p['model']['name']}, sha256 {p['model']['hash'][:16]}"),
-            ("task", f"{p['task']['name']}, sha256 {p['task']['hash'][:16]}, {study.settings_used['questions']} "
-                     f"questions an arm, seed {p['seed']}"),
-            ("machine", f"{p['cpu']}, {p['threads']} threads{', ' + ', '.join(p['gpu']) if p['gpu'] else ''}"),
-            ("software", f"{p['os']}, Python {p['python']}, "
-                         + ", ".join(f"{name} {version}" for name, version in p["packages"].items() if version)),
-            ("run", f"{p['started']} to {p['finished']}" if p["finished"] else f"{p['started']}")]
+    packages = [f"{name} {version}" for name, version in p["packages"].items() if version]
+    threads = f"{p['threads']} thread{'s' if p['threads'] != 1 else ''}"
+    return [
+        ("anydepth", source["version"] + commit),
+        ("model", f"{model['name']}, sha256 {model['hash'][:16]}"),
+        ("task", f"{task['name']}, sha256 {task['hash'][:16]}, {n} questions an arm, seed {p['seed']}"),
+        ("machine", ", ".join([p["cpu"], threads, *p["gpu"]])),
+        ("software", ", ".join([p["os"], f"Python {p['python']}", *packages])),
+        ("run", " to ".join(time for time in (p["started"], p["finished"]) if time)),
+    ]

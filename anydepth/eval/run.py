@@ -35,8 +35,18 @@ class Ask(NamedTuple):
     request: Request
 
 
-def run(arm: Arm, *, task: Task, llm: LLM, out: str | Path, questions: Sequence[Question], seed: int = 0,
-        threads: int | None = None, concurrency: int = 32, progress: Callable[[int], object] | None = None) -> Record:
+def run(
+    arm: Arm,
+    *,
+    task: Task,
+    llm: LLM,
+    out: str | Path,
+    questions: Sequence[Question],
+    seed: int = 0,
+    threads: int | None = None,
+    concurrency: int = 32,
+    progress: Callable[[int], object] | None = None,
+) -> Record:
     """Ask the questions, grade and write the answers, and return the Record in the folder `out`.
 
     A Record that is there already is completed; a complete one is returned as it is. seed: answers drawn at a
@@ -49,34 +59,48 @@ def run(arm: Arm, *, task: Task, llm: LLM, out: str | Path, questions: Sequence[
     sampling = arm.sampling(max_tokens=task.max_tokens, stop=tuple(task.stop))
     fill = llm.engine.fill.name
     if arm.fill not in (None, fill):
-        raise ValueError(f"arm {arm.name!r} wants fill {arm.fill!r}, this LLM was made with {fill!r}; make one with "
-                         f"fill={arm.fill!r}")
-    asks = [Ask(question, index, _request(llm, question, index, sampling, seed))
-            for question in questions for index in range(sampling.n)]
+        raise ValueError(
+            f"arm {arm.name!r} wants fill {arm.fill!r}, this LLM was made with {fill!r}; make one with "
+            f"fill={arm.fill!r}"
+        )
+    asks = [
+        Ask(question, index, _request(llm, question, index, sampling, seed))
+        for question in questions
+        for index in range(sampling.n)
+    ]
     if not asks:
         raise ValueError("there are no questions to ask; give at least one")
-    with RecordWriter(out, kind="eval", settings_used=_settings(arm, task, llm, sampling, asks, seed, concurrency),
-                      settings_passed={"name": arm.name, **arm.passed()},
-                      provenance=provenance_of(task, llm, seed=seed, threads=threads)) as writer:
+    with RecordWriter(
+        out,
+        kind="eval",
+        settings_used=_settings(arm, task, llm, sampling, asks, seed, concurrency),
+        settings_passed={"name": arm.name, **arm.passed()},
+        provenance=provenance_of(task, llm, seed=seed, threads=threads),
+    ) as writer:
         left = [ask for ask in asks if (ask.question.id, ask.answer_index) not in writer.done]
         if progress is not None and left != asks:
             progress(len(asks) - len(left))
         for ask, output, seconds in _answers(llm, left, concurrency):
-            writer.append(sample(ask.question, output, task=task, llm=llm, latency_s=seconds,
-                                 answer_index=ask.answer_index))
+            writer.append(
+                sample(ask.question, output, task=task, llm=llm, latency_s=seconds, answer_index=ask.answer_index)
+            )
             if progress is not None:
                 progress(1)
         return writer.finish(aggregate(writer.samples))
 
 
-def sample(question: Question, output: Output, *, task: Task, llm: LLM, latency_s: float,
-           answer_index: int = 0) -> Sample:
+def sample(
+    question: Question, output: Output, *, task: Task, llm: LLM, latency_s: float, answer_index: int = 0
+) -> Sample:
     """One line of samples.jsonl: what was answered, at which depths, at what cost, and what it is worth."""
     assert llm.tokenizer is not None and output.text is not None, "prompts are strings"
     levels = task.levels(question, token_pieces(llm.tokenizer.decode, output.token_ids))
     ended = output.finish_reason in ("stop", "length")
-    grade = task.grade(question, output.text) if ended else Grade(prediction={}, score=None,
-                                                                  unscored=f"finish_reason is {output.finish_reason}")
+    grade = (
+        task.grade(question, output.text)
+        if ended
+        else Grade(prediction={}, score=None, unscored=f"finish_reason is {output.finish_reason}")
+    )
     return {
         "id": question.id,
         "answer_index": answer_index,
@@ -120,8 +144,14 @@ def _request(llm: LLM, question: Question, index: int, sampling: Sampling, seed:
     base = seed if sampling.seed is None else sampling.seed
     digest = hashlib.sha256(f"{base}:{question.id}:{index}".encode()).digest()
     try:
-        return llm.engine.prepare(question.prompt, replace(sampling, n=1), id=f"{question.id}:{index}",
-                                  seed=int.from_bytes(digest[:8], "big"), streaming=False, answer_index=index)
+        return llm.engine.prepare(
+            question.prompt,
+            replace(sampling, n=1),
+            id=f"{question.id}:{index}",
+            seed=int.from_bytes(digest[:8], "big"),
+            streaming=False,
+            answer_index=index,
+        )
     except ValueError as error:
         raise ValueError(f"question {question.id!r}: {error}") from error
 
@@ -147,25 +177,44 @@ def _answers(llm: LLM, asks: Sequence[Ask], concurrency: int) -> Iterator[tuple[
             engine.step()  # takes the last chunks of what was aborted away
 
 
-def _settings(arm: Arm, task: Task, llm: LLM, sampling: Sampling, asks: Sequence[Ask], seed: int,
-              concurrency: int) -> dict[str, Any]:
+def _settings(
+    arm: Arm, task: Task, llm: LLM, sampling: Sampling, asks: Sequence[Ask], seed: int, concurrency: int
+) -> dict[str, Any]:
     """Every setting in force, by the names of arms.toml."""
     engine, request = llm.engine, asks[0].request
     used = asdict(sampling)
     used.pop("exit_policy")
     low, high = request.bounds
     questions = [ask.question for ask in asks if ask.answer_index == 0]
-    return {"name": arm.name, "task": task.name, "questions": len(questions),
-            "question_ids_sha256": question_ids_hash(questions),
-            "model": llm.checkpoint.name, "backend": arm.backend, "fill": engine.fill.name,
-            "dtype": str(engine.model.dtype).removeprefix("torch."), "gate_dtype": engine.gate_dtype,
-            "device": engine.model.device.type, "segments": engine.model.shape.segments, "concurrency": concurrency,
-            "policy": request.policy.name, **used, "min_depth": low, "max_depth": high,
-            "stop_token_ids": sorted(request.stop_ids), "seed": seed if sampling.seed is None else sampling.seed}
+    return {
+        "name": arm.name,
+        "task": task.name,
+        "questions": len(questions),
+        "question_ids_sha256": question_ids_hash(questions),
+        "model": llm.checkpoint.name,
+        "backend": arm.backend,
+        "fill": engine.fill.name,
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "gate_dtype": engine.gate_dtype,
+        "device": engine.model.device.type,
+        "segments": engine.model.shape.segments,
+        "concurrency": concurrency,
+        "policy": request.policy.name,
+        **used,
+        "min_depth": low,
+        "max_depth": high,
+        "stop_token_ids": sorted(request.stop_ids),
+        "seed": seed if sampling.seed is None else sampling.seed,
+    }
 
 
 def provenance_of(task: Task, llm: LLM, *, seed: int, threads: int | None) -> dict[str, Any]:
     """The provenance block of a run of this model over this task."""
     checkpoint = llm.checkpoint
-    return provenance(threads=threads, seed=seed, model={"name": checkpoint.name, "hash": checkpoint.model_hash},
-                      tokenizer={"hash": checkpoint.tokenizer_hash}, task={"name": task.name, "hash": task.hash})
+    return provenance(
+        threads=threads,
+        seed=seed,
+        model={"name": checkpoint.name, "hash": checkpoint.model_hash},
+        tokenizer={"hash": checkpoint.tokenizer_hash},
+        task={"name": task.name, "hash": task.hash},
+    )

@@ -56,8 +56,10 @@ class Grade:
 
     def __post_init__(self) -> None:
         if (self.score is None) == (self.unscored is None) or not 0 <= (self.score or 0.0) <= 1:
-            raise ValueError(f"score is {self.score!r} and unscored is {self.unscored!r}; allowed: a score in 0..1, or "
-                             f"no score and the reason in unscored")
+            raise ValueError(
+                f"score is {self.score!r} and unscored is {self.unscored!r}; allowed: a score in 0..1, or "
+                f"no score and the reason in unscored"
+            )
 
 
 class Task(ABC):
@@ -130,8 +132,10 @@ def check_gold(task: Task, question: Question) -> None:
         return
     grade = task.grade(question, text)
     if grade.score != 1:
-        raise ValueError(f"task {task.name}: the right answer of question {question.id!r}, {text!r}, scores "
-                         f"{grade.score} (prediction {dict(grade.prediction)}); mend grade or gold_text in {task.file}")
+        raise ValueError(
+            f"task {task.name}: the right answer of question {question.id!r}, {text!r}, scores "
+            f"{grade.score} (prediction {dict(grade.prediction)}); mend grade or gold_text in {task.file}"
+        )
 
 
 def load_task(name: str | Path) -> Task:
@@ -160,8 +164,11 @@ def _from_file(path: Path, *, module: str | None = None) -> Task:
         assert spec is not None and spec.loader is not None
         loaded = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(loaded)
-    found = [item for item in vars(loaded).values() if isinstance(item, type) and issubclass(item, Task)
-             and item.__module__ == loaded.__name__]
+    found = [
+        item
+        for item in vars(loaded).values()
+        if isinstance(item, type) and issubclass(item, Task) and item.__module__ == loaded.__name__
+    ]
     if len(found) != 1:
         raise ValueError(f"{path} has {len(found)} subclasses of anydepth.eval.task.Task; it needs exactly one")
     return found[0](path.stem, path)

@@ -9,14 +9,27 @@ from anydepth.stats import wilson
 def answer(id, *, depths, score=1.0, group=1, levels=None, decode=None, prediction="8", reason="stop"):
     decode = len(depths) - 1 if decode is None else decode
     read = sum(depths[len(depths) - decode :])
-    return {"id": id, "answer_index": 0, "group": group, "output_ids": [0] * len(depths), "depths": depths,
-            "decode_tokens": decode, "segments_read": read, "segments_executed": read + 1, "finish_reason": reason,
-            "prediction": {"strict": prediction, "tolerant": "9"}, "score": score, "levels": levels}
+    return {
+        "id": id,
+        "answer_index": 0,
+        "group": group,
+        "output_ids": [0] * len(depths),
+        "depths": depths,
+        "decode_tokens": decode,
+        "segments_read": read,
+        "segments_executed": read + 1,
+        "finish_reason": reason,
+        "prediction": {"strict": prediction, "tolerant": "9"},
+        "score": score,
+        "levels": levels,
+    }
 
 
-SAMPLES = [answer("a", depths=[4, 1, 2], levels=[0, 0, 1]),
-           answer("b", depths=[4, 3], score=0.0, group=10, levels=[2, 2], prediction=None, reason="length"),
-           answer("c", depths=[2, 4, 4], score=None, group=2, decode=3)]
+SAMPLES = [
+    answer("a", depths=[4, 1, 2], levels=[0, 0, 1]),
+    answer("b", depths=[4, 3], score=0.0, group=10, levels=[2, 2], prediction=None, reason="length"),
+    answer("c", depths=[2, 4, 4], score=None, group=2, decode=3),
+]
 
 
 def test_all_of_them():
@@ -37,7 +50,10 @@ def test_by_group_in_order_of_number():
 
 
 def test_depth_by_level_leaves_first_tokens_out():
-    assert aggregate(SAMPLES)["depth_by_level"] == {"1": {"tokens": 1, "mean_depth": 2}, "2": {"tokens": 1, "mean_depth": 3}}
+    assert aggregate(SAMPLES)["depth_by_level"] == {
+        "1": {"tokens": 1, "mean_depth": 2},
+        "2": {"tokens": 1, "mean_depth": 3},
+    }
 
 
 def test_a_pure_function_of_the_samples():

@@ -19,12 +19,18 @@ def test_what_a_task_brings_holds_unless_the_arm_says_otherwise():
     assert Arm.parse({"name": "a", "max_tokens": 7}).sampling(**caps) == Sampling(max_tokens=7, stop=("\n",))
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ({"name": "a", "exit_treshold": 0.5}, "arm 'a': unknown field 'exit_treshold'; did you mean 'exit_threshold'"),
-    ({"name": "a", "exit_policy": "never"}, "unknown field 'exit_policy'"),
-    ({"name": "a", "exit_threshold": 2}, "arm 'a': exit_threshold is 2; allowed"),
-    ({"name": "a", "backend": "engin"}, "unknown backend 'engin'; did you mean 'engine'"),
-    ({"name": "../a"}, "name is '../a'"), ({"name": ""}, "name is ''"), ({"depth": 1}, "needs a name")])
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"name": "a", "exit_treshold": 0.5}, "arm 'a': unknown field 'exit_treshold'; did you mean 'exit_threshold'"),
+        ({"name": "a", "exit_policy": "never"}, "unknown field 'exit_policy'"),
+        ({"name": "a", "exit_threshold": 2}, "arm 'a': exit_threshold is 2; allowed"),
+        ({"name": "a", "backend": "engin"}, "unknown backend 'engin'; did you mean 'engine'"),
+        ({"name": "../a"}, "name is '../a'"),
+        ({"name": ""}, "name is ''"),
+        ({"depth": 1}, "needs a name"),
+    ],
+)
 def test_refuses(given, message):
     with pytest.raises(ValueError, match=message):
         Arm.parse(given)

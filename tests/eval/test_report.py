@@ -30,9 +30,27 @@ def test_numbers_and_dashes():
 
 
 def test_picture_is_a_png_and_the_same_every_time():
-    rows = [{"accuracy": 0.2 * depth, "low": 0.1 * depth, "high": 0.21 * depth, "depth": depth, "exit_threshold": None,
-             "segments_per_question": 10.0 * depth} for depth in (1, 2, 3, 4)]
-    rows += [{"accuracy": 0.5 + t / 4, "low": 0.4, "high": 0.9, "depth": None, "exit_threshold": t,
-              "segments_per_question": 12 + 20 * t} for t in (0.02, 0.5, 0.9, 1.0)]
+    rows = [
+        {
+            "accuracy": 0.2 * depth,
+            "low": 0.1 * depth,
+            "high": 0.21 * depth,
+            "depth": depth,
+            "exit_threshold": None,
+            "segments_per_question": 10.0 * depth,
+        }
+        for depth in (1, 2, 3, 4)
+    ]
+    rows += [
+        {
+            "accuracy": 0.5 + t / 4,
+            "low": 0.4,
+            "high": 0.9,
+            "depth": None,
+            "exit_threshold": t,
+            "segments_per_question": 12 + 20 * t,
+        }
+        for t in (0.02, 0.5, 0.9, 1.0)
+    ]
     png = plot.pareto(rows)
     assert png.startswith(b"\x89PNG") and png == plot.pareto(rows)

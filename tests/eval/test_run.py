@@ -32,7 +32,9 @@ ARM = Arm.parse({"name": "gate", "exit_threshold": 0.5, "max_tokens": 12})
 
 def timeless(record):
     """Samples by question, without what differs between two runs of the same."""
-    return sorted(({**sample, "latency_s": None} for sample in record.samples), key=lambda s: (s["id"], s["answer_index"]))
+    return sorted(
+        ({**sample, "latency_s": None} for sample in record.samples), key=lambda s: (s["id"], s["answer_index"])
+    )
 
 
 def test_a_sample_says_what_was_answered_at_which_cost(llm, task, questions, tmp_path):
@@ -82,16 +84,22 @@ def test_a_complete_run_is_not_run_again(llm, task, questions, tmp_path):
 def test_several_answers_have_seeds_of_their_own_paired_between_arms(llm, task, questions, tmp_path):
     several = {"n": 2, "temperature": 1.0, "max_tokens": 4}
     one = run(Arm.parse({"name": "a", **several}), task=task, llm=llm, out=tmp_path / "a", questions=questions[:4])
-    two = run(Arm.parse({"name": "b", "depth": 1, **several}), task=task, llm=llm, out=tmp_path / "b",
-              questions=questions[:4])
+    two = run(
+        Arm.parse({"name": "b", "depth": 1, **several}), task=task, llm=llm, out=tmp_path / "b", questions=questions[:4]
+    )
     seeds = {(s["id"], s["answer_index"]): s["seed"] for s in one.samples}
     assert len(set(seeds.values())) == 8
     assert seeds == {(s["id"], s["answer_index"]): s["seed"] for s in two.samples}
 
 
-@pytest.mark.parametrize(("arm", "message"), [
-    ({"fill": "full"}, "wants fill 'full', this LLM was made with 'last_exited'"),
-    ({"depth": 9}, "question .*: depth is 9; this model has 4 segments"), ({"max_tokens": 10**9, "trace": [4]}, "trace")])
+@pytest.mark.parametrize(
+    ("arm", "message"),
+    [
+        ({"fill": "full"}, "wants fill 'full', this LLM was made with 'last_exited'"),
+        ({"depth": 9}, "question .*: depth is 9; this model has 4 segments"),
+        ({"max_tokens": 10**9, "trace": [4]}, "trace"),
+    ],
+)
 def test_refuses_before_any_work(llm, task, questions, tmp_path, arm, message):
     turns = llm.stats()["turns"]
     with pytest.raises(ValueError, match=message):

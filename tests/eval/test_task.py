@@ -9,7 +9,7 @@ import pytest
 from anydepth.eval.task import Grade, Question, Task, known_tasks, load_task, ranked
 from anydepth.models.nano import questions as nano
 
-SUMS = '''
+SUMS = """
 from anydepth.eval.task import Grade, Question, Task
 
 class Sums(Task):
@@ -21,7 +21,7 @@ class Sums(Task):
     def grade(self, question, text):
         words = text.split()
         return Grade(prediction={"first": words[0] if words else None}, score=float(words[:1] == [question.gold]))
-'''
+"""
 
 
 @pytest.fixture
@@ -41,9 +41,12 @@ def test_a_task_is_one_file(sums):
 def test_subset_is_the_first_n_by_hash(sums):
     task = load_task(sums)
     some = [q.id for q in task.select(limit=10)]
-    assert some == [q.id for q in task.select()][:10] == ranked([q.id for q in task.questions("test")], task="sums")[:10]
-    assert some[0] == min((q.id for q in task.select()),
-                          key=lambda id: hashlib.sha256(f"sums:{id}".encode()).hexdigest())
+    assert (
+        some == [q.id for q in task.select()][:10] == ranked([q.id for q in task.questions("test")], task="sums")[:10]
+    )
+    assert some[0] == min(
+        (q.id for q in task.select()), key=lambda id: hashlib.sha256(f"sums:{id}".encode()).hexdigest()
+    )
 
 
 def test_a_wrong_grader_is_found_when_questions_are_loaded(sums):
@@ -52,9 +55,14 @@ def test_a_wrong_grader_is_found_when_questions_are_loaded(sums):
         load_task(sums).select(limit=1)
 
 
-@pytest.mark.parametrize(("ask", "message"), [
-    ({"limit": 82}, "82 questions were asked for; split test of task sums has 81"),
-    ({"limit": 0}, "0 questions"), ({"split": "tst"}, "unknown split of task sums 'tst'; did you mean 'test'")])
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ({"limit": 82}, "82 questions were asked for; split test of task sums has 81"),
+        ({"limit": 0}, "0 questions"),
+        ({"split": "tst"}, "unknown split of task sums 'tst'; did you mean 'test'"),
+    ],
+)
 def test_refuses_what_it_has_not(sums, ask, message):
     with pytest.raises(ValueError, match=message):
         load_task(sums).select(**ask)
@@ -100,8 +108,10 @@ def test_nano_counts_only_the_answer_after_the_mark():
 
 def test_nano_marks_the_numbers_that_must_be_worked_out():
     task = load_task("nano")
-    context = (nano.Statement(person="Ann", value=5, depth=1),
-               nano.Statement(person="Bob", value=8, depth=2, source="Ann", amount=3))
+    context = (
+        nano.Statement(person="Ann", value=5, depth=1),
+        nano.Statement(person="Bob", value=8, depth=2, source="Ann", amount=3),
+    )
 
     def levels(question, words):
         return task.levels(Question(id="q", prompt=question.prompt, data=question), words.split())

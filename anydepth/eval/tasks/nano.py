@@ -46,8 +46,10 @@ class Nano(task.Task):
 
 @cache  # drawing 2,160 of them takes a second or two
 def _questions(split: nano.Split) -> list[task.Question]:
-    return [task.Question(id=q.id, prompt=q.prompt, gold=nano.final_answer(q.answer), group=q.difficulty, data=q)
-            for q in nano.questions(split)]
+    return [
+        task.Question(id=q.id, prompt=q.prompt, gold=nano.final_answer(q.answer), group=q.difficulty, data=q)
+        for q in nano.questions(split)
+    ]
 
 
 def _shape(word: str) -> str:
