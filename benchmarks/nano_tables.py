@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/nano"))
     parser.add_argument("--publish", type=Path)
     options = parser.parse_args()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # tiny products gain nothing from more
     for model in MODELS:
         records = measure(model, options.out / model)
         text = tables(records)
@@ -71,7 +71,7 @@ def ask(llm: LLM, arm: Arm, split: str, out: Path) -> Record:
     task = load_task("nano")
     questions = task.select(split=split)
     print(f"{out.name} {split} {arm.name}", flush=True)
-    return run(arm, task=task, llm=llm, out=out / split / arm.name, questions=questions, threads=2, concurrency=64)
+    return run(arm, task=task, llm=llm, out=out / split / arm.name, questions=questions, threads=1, concurrency=64)
 
 
 def choose(records: dict[tuple[str, str], Record], fill: str) -> str:

@@ -20,6 +20,7 @@ from tests.reference.generate import Result, generate, score
 from tests.reference.model import Model as Reference
 from tests.reference.weights import random_weights, tiny_config
 
+GENTLE = 0.3  # of the norm behind each branch
 Ask = tuple[Sequence[int], Mapping[str, Any]]  # a prompt and its sampling settings, which both houses understand
 
 
@@ -29,11 +30,17 @@ def twins(
     seed: int = 0,
     dtype: torch.dtype = torch.float64,
     segments: Sequence[int] | None = None,
+    gentle: bool = False,
     **changes: Any,
 ) -> tuple[Any, Reference]:
-    """The same random model twice: anydepth's, and the independent reference's."""
+    """The same random model twice: anydepth's, and the independent reference's. The layers of a `gentle` looped model
+    move the state less: float32's rounding errors then stay small from loop to loop, and under `shared` from position
+    to position."""
     config = tiny_config(kind, **changes)
     weights = random_weights(config, seed=seed, dtype=dtype)
+    for name in weights:
+        if gentle and name.endswith("layernorm_2.weight"):
+            weights[name] *= GENTLE
     build = Ouro if kind == "looped" else Llama
     model = build(config, dtype=dtype, device=torch.device("cpu"), segments=segments)
     slots = model.slots()

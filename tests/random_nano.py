@@ -1,4 +1,4 @@
-"""A random looped model in nano's vocabulary: everything around the weights is real."""
+"""A random model in nano's vocabulary: everything around the weights is real."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from anydepth.models.nano.tokenizer import EOS, IDS, VOCABULARY, write_tokenizer
 from tests.reference.weights import random_weights, tiny_config
 
 
-def write_random_nano(folder: Path, *, seed: int = 0, loops: int = 4) -> Path:
-    """A checkpoint folder that `LLM` loads; its answers are nonsense."""
+def write_random_nano(folder: Path, *, kind: str = "looped", seed: int = 0, loops: int = 4) -> Path:
+    """A checkpoint folder that `LLM` loads; its answers are nonsense. kind "layered": an ordinary model, no gate."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = tiny_config(
-        vocab_size=len(VOCABULARY), eos_token_id=IDS[EOS], total_ut_steps=loops, max_position_embeddings=160
-    )
+    depth = {"total_ut_steps": loops} if kind == "looped" else {}
+    config = tiny_config(kind, vocab_size=len(VOCABULARY), eos_token_id=IDS[EOS], max_position_embeddings=160, **depth)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(random_weights(config, seed=seed, dtype=torch.float32), folder / "model.safetensors")
     write_tokenizer(folder)

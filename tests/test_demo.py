@@ -96,3 +96,10 @@ def test_a_folder_with_another_record_is_left_alone(model, tmp_path):
     with pytest.raises(ValueError, match="Record of something else"):
         d.demo(out=tmp_path, questions=2, model=model, progress=False)
     assert Record.read(tmp_path).kind == "train"
+
+
+def test_a_model_without_a_gate_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(d, "sweep", lambda *_: pytest.fail("work was begun"))
+    with pytest.raises(ValueError, match="has no exit gate"):
+        d.demo(out=tmp_path / "demo", questions=2, model=write_random_nano(tmp_path / "m", kind="layered"))
+    assert not (tmp_path / "demo").exists()

@@ -82,7 +82,7 @@ def _enlarge(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         markersize=5.5,
         linewidth=1.8,
     )
-    inset.margins(0.14, 0.2)
+    inset.margins(0.17, 0.2)
     inset.locator_params(nbins=5)
     for index, row in enumerate(rows):
         _name(inset, row, _value(row), ((-5, 5), (6, -11))[index % 2], ADAPTIVE)

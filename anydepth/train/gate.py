@@ -18,6 +18,7 @@ from torch import Tensor
 from anydepth.models.ouro import Ouro
 from anydepth.train import checkpoint, data
 from anydepth.train.kv import all_depths
+from anydepth.train.parallel import one_thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +50,11 @@ def train_gate(model: Path, *, out: Path | None = None, seed: int = 0, recipe: G
     """
     recipe, out = recipe or GateRecipe(), out or model
     looped, _ = checkpoint.read_model(model)
-    features_Ard, goal_Ar = collect(looped, seed=seed, recipe=recipe)
+    with one_thread():
+        features_Ard, goal_Ar = collect(looped, seed=seed, recipe=recipe)
+        loss = fit(looped, features_Ard, goal_Ar, iterations=recipe.iterations)
     report(f"{len(goal_Ar)} answer tokens; going on is worth it at depths 1, 2, ... for "
            + ", ".join(f"{100 * share:.1f} %" for share in goal_Ar.mean(0).tolist()))
-    loss = fit(looped, features_Ard, goal_Ar, iterations=recipe.iterations)
     report(f"fitted: cross-entropy {loss:.4f}")
     if out != model:
         out.mkdir(parents=True, exist_ok=True)

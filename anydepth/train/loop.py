@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anydepth.models.nano.tokenizer import write_tokenizer
+from anydepth.models.nano.tokenizer import VOCABULARY, write_tokenizer
 from anydepth.train import checkpoint, data
+from anydepth.train.card import card, token_ratios
 from anydepth.train.muon import Muon
 from anydepth.train.objective import stage_one, token_weights
 from anydepth.train.parallel import Peers, with_peers
@@ -46,6 +47,9 @@ def train_loop(out: Path, *, seed: int = 0, copied_kv: bool = True, processes: i
     out.mkdir(parents=True, exist_ok=True)
     job = Job(out=str(out), seed=seed, copied_kv=copied_kv, recipe=recipe or Recipe(), resume=resume,
               start_from=None if start_from is None else str(start_from))
+    if not resume:
+        # Or a kill before the first save would bring the old run back.
+        (out / "state.pt").unlink(missing_ok=True)
     # Fails here, before a second process starts, where the state cannot be continued.
     Trainer(job)
     with_peers(_run, job, processes=processes, report=report)
@@ -206,12 +210,14 @@ class Trainer:
         write_tokenizer(out)
         checkpoint.write_weights(self.model, out / "model.safetensors")
         packages = {name: importlib.metadata.version(name) for name in ("torch", "safetensors", "tokenizers")}
-        checkpoint.write_json(out / "training.json", {
+        facts = {
             "seed": self.job.seed, "copied_kv": self.job.copied_kv,
             "phase_steps": dict(zip("ABC", p.steps, strict=True)), "level_steps": list(p.levels),
             "tokens": p.tokens, "minutes": round(p.seconds / 60, 1),
             "parameters": sum(tensor.numel() for tensor in self.parameters), "packages": packages,
-            "recipe": self.recipe.as_json()})
+            "recipe": self.recipe.as_json()}
+        checkpoint.write_json(out / "training.json", facts)
+        (out / "README.md").write_text(card(facts, vocab=len(VOCABULARY), ratios=token_ratios()))
 
 
 def random_exits(batch: data.Batch, rng: Random, *, loops: int, full_depth: float) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,6 +36,17 @@ class Peers:
             distributed.barrier()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """One thread inside: matrices this small gain nothing from more, and sums then have one order everywhere."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def with_peers(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, *, processes: int,
                report: Callable[[str], None]) -> None:
     """Run `work(job, peers, report)` in this process and `processes - 1` others; `job` and `work` must pickle.
@@ -41,9 +54,7 @@ def with_peers(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, 
     The others end with this one: when it finishes, fails or is killed their next sum fails. Threads are set to one
     while it runs.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         if processes == 1:
             work(job, Peers(rank=0, count=1), report)
             return
@@ -57,13 +68,18 @@ def with_peers(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, 
             _meet(work, job, Peers(rank=0, count=processes), meeting, report)
             for other in others:
                 other.join()
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _join(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, rank: int, count: int, meeting: str) -> None:
+    # An interrupt is the first process's to handle; this one ends with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
-    _meet(work, job, Peers(rank=rank, count=count), meeting, lambda line: None)
+    try:
+        _meet(work, job, Peers(rank=rank, count=count), meeting, lambda line: None)
+    except RuntimeError:
+        parent = multiprocessing.parent_process()
+        if parent is not None and parent.is_alive():
+            raise
 
 
 def _meet(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, peers: Peers, meeting: str,

@@ -176,9 +176,8 @@ def play(schedule: Schedule, *, with_reference: bool = True) -> Played:
 
 def _play(schedule: Schedule, with_reference: bool) -> Played:
     dtype = getattr(torch, schedule.dtype)
-    model, reference = twins(
-        schedule.kind, seed=schedule.seed, dtype=dtype, segments=schedule.segments, **schedule.changes
-    )
+    options = {"segments": schedule.segments, "gentle": dtype == torch.float32, **schedule.changes}
+    model, reference = twins(schedule.kind, seed=schedule.seed, dtype=dtype, **options)
     engine = poison(Engine(model, fill=schedule.fill, eos_ids=frozenset(schedule.eos_ids), **schedule.engine))
     engine.work = []
     watch = Watch(engine)

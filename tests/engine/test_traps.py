@@ -21,7 +21,7 @@ from tests.helpers import Watch, assert_lone_runs, drain, expected, planes_of, p
 from tests.models.checkpoints import write_folder, write_tokenizer
 
 FILLS = ["full", "last_exited", "shared"]
-PROMPTS = {length: [Random(length).randrange(61) for _ in range(length)] for length in (3, 7, 12)}
+PROMPTS = {length: Random(length).choices(range(61), k=length) for length in (3, 7, 12)}
 
 
 def logit(hazard: float) -> float:

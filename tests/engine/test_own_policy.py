@@ -1,0 +1,53 @@
+"""A policy that the package does not know takes part like any other: it reads hidden states or logits, of looped and
+of layered models, beside requests with other policies."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from anydepth.engine.engine import Engine
+from anydepth.types import Sampling
+from tests.exits.own import GAP, SIZE
+from tests.helpers import drain, expected, poison, twins
+
+RULES = {
+    "Confident": lambda reference, h: (lambda top: float(top[0] - top[1]) >= GAP)(reference.readout(h).topk(2).values),
+    "Positive": lambda reference, h: abs(float(h.mean())) >= SIZE,
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("kind, segments", [("looped", None), ("layered", (1, 2, 4))])
+def test_rows_leave_where_the_rule_says_of_the_dense_states(kind, segments, name):
+    """Under `full`, so that the dense pass over prompt and outputs gives the states at every depth."""
+    model, reference = twins(kind, seed=1, segments=segments)
+    engine = poison(Engine(model, fill="full", page_size=4, max_batch=3))
+    ask = Sampling(max_tokens=9, temperature=1.0, seed=1, exit_policy=f"tests.exits.own:{name}", max_depth=3)
+    prompts = [Random(n).choices(range(61), k=3 + 4 * n) for n in range(3)]
+    requests = [engine.prepare(prompt, ask) for prompt in prompts]
+    requests.append(engine.prepare(prompts[0], Sampling(max_tokens=9), id="plain"))
+    outputs = drain(engine, requests)
+    depths = set()
+    for request in requests[:3]:
+        output = outputs[request.id]
+        for n in range(1, len(output.token_ids)):
+            states, _ = reference.dense([*output.prompt_ids, *output.token_ids[:n]])
+            wanted = next(r for r in (1, 2, 3) if r == 3 or RULES[name](reference, states[r - 1][-1]))
+            assert output.depths[n] == wanted
+            depths.add(wanted)
+    assert len(depths) > 1, "this model says nothing about the policy"
+    assert (
+        list(outputs["plain"].token_ids) == expected(reference, (prompts[0], {"max_tokens": 9}), fill="full").token_ids
+    )
+
+
+def test_tallies_are_in_the_stats_and_outlive_their_requests():
+    model, _ = twins(seed=1)
+    engine = Engine(model, fill="last_exited", max_batch=1)
+    ask = Sampling(max_tokens=5, exit_policy="tests.exits.own:Positive", max_depth=3)
+    for times in (1, 2, 3):
+        engine.work = []
+        drain(engine, [engine.prepare([1, 2, 3], ask)])
+        assert engine.stats()["rounds_asked"] == times * sum(turn.signal_rows for turn in engine.work) > 0

@@ -1,0 +1,37 @@
+"""Policies of somebody's own, as exit_policy="tests.exits.own:Confident" finds them."""
+
+from __future__ import annotations
+
+import torch
+
+from anydepth.exits import base
+
+GAP, SIZE = 0.6, 0.3
+
+
+class Confident(base.Policy):
+    """Leaves where the two largest logits are far enough apart."""
+
+    name = "confident"
+    needs = "logits"
+
+    def start(self, parameters_NP):
+        return parameters_NP.new_zeros(len(parameters_NP), 1)
+
+    def decide(self, state_NS, depth_N, seen):
+        top = seen.topk(2, -1).values
+        return top[:, 0] - top[:, 1] >= GAP, state_NS
+
+
+class Positive(base.Policy):
+    """Leaves where the hidden state's mean is large enough; counts the rounds it was asked in its state."""
+
+    name = "positive"
+    needs = "hidden"
+    tallies = {"rounds_asked": 0}
+
+    def start(self, parameters_NP):
+        return parameters_NP.new_zeros(len(parameters_NP), 1)
+
+    def decide(self, state_NS, depth_N, seen):
+        return seen.mean(-1).abs() >= SIZE, torch.add(state_NS, 1)
