@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anydepth.bench.roofline import bound, measure_machine, spread
+from anydepth.bench.roofline import measure_machine, spread
 from anydepth.bench.rows import write_rows
 from anydepth.bench.throughput import Cell, Timing, run_cell
 from anydepth.models.base import Model
@@ -36,8 +36,10 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     checkpoint = load_checkpoint(options.model)
     theirs = transformers_twin(checkpoint)
-    rows = [compare(checkpoint.model, theirs, c, options) for c in options.concurrency]
-    print_table(rows)
+    rows = []
+    for concurrency in options.concurrency:
+        rows.append(compare(checkpoint.model, theirs, concurrency, options))
+        print_row(rows[-1])
     settings = vars(options) | {"benchmark": "vs_transformers", "out": None}
     write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
@@ -78,6 +80,7 @@ def compare(model: Model, theirs: Any, concurrency: int, options: argparse.Names
     for repetition in range(options.repetitions + 1):  # the first pair warms up
         timing = run_cell(model, cell, prompts.tolist(), lengths, machine, concurrency=concurrency)
         theirs_s = time_transformers(theirs, prompts, options.new_tokens)
+        print(f"C={concurrency} pair {repetition}: {timing.seconds:.2f} s, {theirs_s:.2f} s", flush=True)
         if repetition:
             ours.append(timing)
             seconds.append(theirs_s)
@@ -85,7 +88,7 @@ def compare(model: Model, theirs: Any, concurrency: int, options: argparse.Names
     ratio = spread(s / t.seconds for s, t in zip(seconds, ours, strict=True))
     speed, low, high = spread(tokens / t.seconds for t in ours)
     theirs_speed, theirs_low, theirs_high = spread(tokens / s for s in seconds)
-    limit = bound(model, [], machine).bound_s + ours[0].work.bound_s
+    limit = ours[0].work.bound_s
     return {
         "concurrency": concurrency,
         "tokens_per_s": speed,
@@ -99,6 +102,7 @@ def compare(model: Model, theirs: Any, concurrency: int, options: argparse.Names
         "ratio_high": ratio[2],
         "roofline_tokens_per_s": tokens / limit,
         "roofline_share": spread(limit / t.seconds for t in ours)[0],
+        "transformers_roofline_share": limit / spread(seconds)[0],
         "gflops_per_s": machine.flops_per_s / 1e9,
         "gbytes_per_s": machine.bytes_per_s / 1e9,
     }
@@ -122,18 +126,17 @@ def time_transformers(theirs: Any, prompts: torch.Tensor, new_tokens: int) -> fl
     return spent
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
-    print(f"{'C':>3} {'anydepth tok/s':>22} {'transformers tok/s':>22} {'ratio':>18} {'roofline':>9} {'share':>6}")
-    for r in rows:
-        print(
-            f"{r['concurrency']:>3} "
-            f"{r['tokens_per_s']:>8.1f} ({r['tokens_per_s_low']:.1f}-{r['tokens_per_s_high']:.1f})".ljust(27)
-            + f"{r['transformers_tokens_per_s']:>8.1f} ({r['transformers_low']:.1f}-{r['transformers_high']:.1f})".ljust(
-                23
-            )
-            + f"{r['ratio']:>6.2f} ({r['ratio_low']:.2f}-{r['ratio_high']:.2f})".ljust(20)
-            + f"{r['roofline_tokens_per_s']:>8.1f} {r['roofline_share']:>6.2f}"
-        )
+def print_row(row: dict[str, Any]) -> None:
+    def figure(name: str, low: str, high: str, places: int = 1) -> str:
+        return f"{row[name]:.{places}f} ({row[low]:.{places}f}-{row[high]:.{places}f})"
+
+    print(
+        f"C={row['concurrency']}: anydepth {figure('tokens_per_s', 'tokens_per_s_low', 'tokens_per_s_high')} tokens/s, "
+        f"transformers {figure('transformers_tokens_per_s', 'transformers_low', 'transformers_high')}, "
+        f"ratio {figure('ratio', 'ratio_low', 'ratio_high', 2)}; roofline {row['roofline_tokens_per_s']:.1f} tokens/s, "
+        f"roofline_share {row['roofline_share']:.2f} (transformers {row['transformers_roofline_share']:.2f})",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from anydepth.engine.scheduler import TurnWork
+from anydepth.engine.plan import TurnWork
 from anydepth.models.base import Cost, Model
 
 

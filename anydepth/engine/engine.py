@@ -12,8 +12,9 @@ import torch
 
 from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
+from anydepth.engine.plan import TurnWork
 from anydepth.engine.runner import Runner
-from anydepth.engine.scheduler import Scheduler, TurnWork
+from anydepth.engine.scheduler import Scheduler
 from anydepth.engine.text import TextStream
 from anydepth.exits.base import bounds_of
 from anydepth.exits.load import load_policy, policy_name

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anydepth.engine.plan import Plan, Read, Result, Row, Sequence, TurnWork
 from anydepth.engine.sampling import Sampler
-from anydepth.engine.scheduler import Plan, Read, Result, Row, Sequence, TurnWork
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill

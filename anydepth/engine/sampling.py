@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anydepth.engine.philox import uniforms
-from anydepth.engine.scheduler import Sequence
+from anydepth.engine.plan import Sequence
 from anydepth.types import Request
 
 

@@ -18,8 +18,13 @@ def need(config: Mapping[str, Any], key: str) -> int:
 
 def refuse_variants(config: Mapping[str, Any]) -> None:
     """ValueError where a config asks for what the decoders of this package do not compute."""
-    for key, allowed in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False),
-                         ("use_sliding_window", False), ("partial_rotary_factor", 1.0)):
+    for key, allowed in (
+        ("hidden_act", "silu"),
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("use_sliding_window", False),
+        ("partial_rotary_factor", 1.0),
+    ):
         value = config.get(key)
         if value is not None and value != allowed:
             raise ValueError(f"config has {key} = {value!r}; allowed: {allowed!r}")

@@ -21,14 +21,33 @@ from anydepth.models.gguf_tokenizer import tokenizer_from_gguf
 from anydepth.models.safetensors_file import refuse_magic
 from anydepth.models.tokenizer import Tokenizer
 
-KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K,
-         Kind.Q6_K)
+KINDS = (
+    Kind.F32,
+    Kind.F16,
+    Kind.BF16,
+    Kind.Q8_0,
+    Kind.Q4_0,
+    Kind.Q4_1,
+    Kind.Q5_0,
+    Kind.Q5_1,
+    Kind.Q4_K,
+    Kind.Q5_K,
+    Kind.Q6_K,
+)
 # Weights dequantised by one call: its float32 temporaries stay in the second-level cache.
 CACHED_WEIGHTS = 1 << 16
 TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-IN_LAYER = {"attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj", "ffn_norm": "post_attention_layernorm",
-            "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+IN_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 Array = np.ndarray[Any, Any]
 FACTORS = "rope_freqs.weight"
 
@@ -79,8 +98,9 @@ class GGUFFile:
             header = Header(path)
             self.metadata = {name: value_of(field) for name, field in header.fields.items()}
         except (ValueError, KeyError, IndexError, OverflowError, MemoryError, struct.error, OSError) as error:
-            raise ValueError(f"{path} is truncated or no GGUF file of version 2 or 3 ({error}); "
-                             f"download it again") from error
+            raise ValueError(
+                f"{path} is truncated or no GGUF file of version 2 or 3 ({error}); download it again"
+            ) from error
         if header.byte_order != "I":
             raise ValueError(f"{path} is big-endian; allowed: little-endian. Convert it with gguf-convert-endian")
         refuse_variants(path, self.metadata)
@@ -92,8 +112,10 @@ class GGUFFile:
         self.config = config_of(path, self.metadata, self.shapes)
         if (shape := self.shapes.pop(FACTORS, None)) is not None:
             if shape != (self.config["head_dim"] // 2,):
-                raise ValueError(f"{path}: tensor {FACTORS} has the shape {list(shape)}; allowed: one number for "
-                                 f"every two of a head's {self.config['head_dim']}")
+                raise ValueError(
+                    f"{path}: tensor {FACTORS} has the shape {list(shape)}; allowed: one number for "
+                    f"every two of a head's {self.config['head_dim']}"
+                )
             factors = np.concatenate([part.copy() for _, part in self._pieces(FACTORS, 1)])
             self.config["rope_scaling"] = {"rope_type": "factors", "factors": torch.from_numpy(factors)}
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
@@ -103,11 +125,14 @@ class GGUFFile:
         end = 0
         for t in self._tensors.values():
             if t.tensor_type not in KINDS:
-                raise ValueError(f"{path}: tensor {t.name} is stored as {t.tensor_type.name}; allowed: "
-                                 f"{', '.join(kind.name for kind in KINDS)}. Use another quantisation of this model")
+                raise ValueError(
+                    f"{path}: tensor {t.name} is stored as {t.tensor_type.name}; allowed: "
+                    f"{', '.join(kind.name for kind in KINDS)}. Use another quantisation of this model"
+                )
             if t.data_offset < end:
-                raise ValueError(f"{path} is corrupt: the data of tensor {t.name} overlaps another's; "
-                                 f"download it again")
+                raise ValueError(
+                    f"{path} is corrupt: the data of tensor {t.name} overlaps another's; download it again"
+                )
             end = t.data_offset + t.n_bytes
 
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
@@ -181,8 +206,10 @@ def refuse_variants(path: Path, metadata: dict[str, Any]) -> None:
     if architecture != "llama":
         raise ValueError(f"{path} has the architecture {architecture!r}; allowed: 'llama'")
     if metadata.get("split.count", 1) > 1:
-        raise ValueError(f"{path} is one of {metadata['split.count']} parts; allowed: whole files. "
-                         f"Join them with llama-gguf-split --merge")
+        raise ValueError(
+            f"{path} is one of {metadata['split.count']} parts; allowed: whole files. "
+            f"Join them with llama-gguf-split --merge"
+        )
     for key, allowed in (("llama.expert_count", (0,)), ("llama.rope.scaling.type", ("none",))):
         if metadata.get(key, allowed[0]) not in allowed:
             raise ValueError(f"{path} has {key} = {metadata[key]!r}; allowed: {allowed[0]!r}")
@@ -204,10 +231,16 @@ def config_of(path: Path, metadata: dict[str, Any], shapes: dict[str, tuple[int,
             raise ValueError(f"{path} has llama.{key} = {whole(key)}, but heads of {head_dim}; they must be equal")
     embedding = shapes.get("model.embed_tokens.weight", (0,))
     return {
-        "model_type": "llama", "hidden_size": hidden, "intermediate_size": whole("feed_forward_length"),
-        "num_hidden_layers": whole("block_count"), "num_attention_heads": heads,
-        "num_key_value_heads": whole("attention.head_count_kv", heads), "head_dim": head_dim,
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": whole("feed_forward_length"),
+        "num_hidden_layers": whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
         "rms_norm_eps": metadata.get("llama.attention.layer_norm_rms_epsilon", 1e-5),
-        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0), "vocab_size": embedding[0],
-        "max_position_embeddings": whole("context_length"), "tie_word_embeddings": "lm_head.weight" not in shapes,
+        "rope_theta": metadata.get("llama.rope.freq_base", 10000.0),
+        "vocab_size": embedding[0],
+        "max_position_embeddings": whole("context_length"),
+        "tie_word_embeddings": "lm_head.weight" not in shapes,
     }

@@ -15,8 +15,10 @@ from anydepth.models.tokenizer import Tokenizer
 from anydepth.types import unknown
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-LLAMA3 = (r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-          r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3 = (
+    r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class Pre(NamedTuple):
@@ -49,26 +51,38 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], *, path: Path) -> Tokenizer
     if kind is None:
         return None
     if kind != "gpt2":
-        raise ValueError(f"{path}: tokenizer.ggml.model is {kind!r}; allowed: 'gpt2' (byte-level BPE). Give a folder "
-                         f"with this model's tokenizer.json as tokenizer=")
+        raise ValueError(
+            f"{path}: tokenizer.ggml.model is {kind!r}; allowed: 'gpt2' (byte-level BPE). Give a folder "
+            f"with this model's tokenizer.json as tokenizer="
+        )
     name = metadata.get("tokenizer.ggml.pre", "default")
     if name not in PRE:
-        raise ValueError(f"{path}: {unknown('tokenizer.ggml.pre', str(name), PRE)}. Give a folder with this model's "
-                         f"tokenizer.json as tokenizer=")
+        raise ValueError(
+            f"{path}: {unknown('tokenizer.ggml.pre', str(name), PRE)}. Give a folder with this model's "
+            f"tokenizer.json as tokenizer="
+        )
     pre = PRE[name]
     tokens, kinds, merges = (metadata.get(f"tokenizer.ggml.{key}") for key in ("tokens", "token_type", "merges"))
     if not tokens or not merges or len(kinds or tokens) != len(tokens):
         raise ValueError(f"{path}: tokens, token_type and merges of tokenizer.ggml are incomplete; download it again")
-    named = {f"{role}_token": tokens[index] for role, key in ROLES.items()
-             if (index := token_id(metadata, key, tokens, path)) is not None}
+    named = {
+        f"{role}_token": tokens[index]
+        for role, key in ROLES.items()
+        if (index := token_id(metadata, key, tokens, path)) is not None
+    }
     specials = {tokens[i]: kind for i, kind in enumerate(kinds or []) if kind in (CONTROL, UNKNOWN, USER_DEFINED)}
     ends = [token_id(metadata, key, tokens, path) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     ends += [tokens.index(end) for end in TURN_ENDS if specials.get(end) == CONTROL]
     source = hashlib.sha256(json.dumps([name, tokens, kinds, merges]).encode()).digest()
-    return Tokenizer(backend_of(pre, tokens, merges, specials, path), named_tokens=named,
-                     add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos)),
-                     eos_ids=[end for end in ends if end is not None], source=source, vocab_size=len(tokens),
-                     chat_template=metadata.get("tokenizer.chat_template"))
+    return Tokenizer(
+        backend_of(pre, tokens, merges, specials, path),
+        named_tokens=named,
+        add_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", pre.add_bos)),
+        eos_ids=[end for end in ends if end is not None],
+        source=source,
+        vocab_size=len(tokens),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
 
 
 ROLES = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
@@ -82,8 +96,9 @@ def token_id(metadata: Mapping[str, Any], key: str, tokens: list[str], path: Pat
     return index
 
 
-def backend_of(pre: Pre, tokens: list[str], merges: list[str], specials: Mapping[str, int],
-               path: Path) -> tokenizers.Tokenizer:
+def backend_of(
+    pre: Pre, tokens: list[str], merges: list[str], specials: Mapping[str, int], path: Path
+) -> tokenizers.Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
     # llama.cpp drops bytes without a token after merging. Without ids here they would go before, and their neighbours
     # would merge over the gap: so they get ids beyond the vocabulary, which `Tokenizer.encode` leaves out.
@@ -98,6 +113,7 @@ def backend_of(pre: Pre, tokens: list[str], merges: list[str], specials: Mapping
     cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, pre_tokenizers.ByteLevel(False, use_regex=False)])
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens([AddedToken(text, special=kind != USER_DEFINED, normalized=False)
-                        for text, kind in specials.items()])
+    backend.add_tokens(
+        [AddedToken(text, special=kind != USER_DEFINED, normalized=False) for text, kind in specials.items()]
+    )
     return backend

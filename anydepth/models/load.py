@@ -59,9 +59,15 @@ class Checkpoint:
         return self.tokenizer.hash if self.tokenizer else None
 
 
-def load_checkpoint(name: str | Path, *, dtype: str | None = None, device: str = "cpu",
-                    segments: int | Sequence[int] | None = None, revision: str | None = None,
-                    tokenizer: str | Path | None = None) -> Checkpoint:
+def load_checkpoint(
+    name: str | Path,
+    *,
+    dtype: str | None = None,
+    device: str = "cpu",
+    segments: int | Sequence[int] | None = None,
+    revision: str | None = None,
+    tokenizer: str | Path | None = None,
+) -> Checkpoint:
     """Find, check and load a checkpoint; 1 s for SmolLM2-135M (98 MB quantised, 538 MB in float32).
 
     name: "nano", "nano-plain", "smollm2-135m", a folder of safetensors, a .gguf file, or a hub id (then `revision`
@@ -82,16 +88,26 @@ def load_checkpoint(name: str | Path, *, dtype: str | None = None, device: str =
     try:
         model = build(weights.config, dtype=number, device=target, segments=segments)
     except RuntimeError as error:  # torch's for memory, on any device
-        raise ValueError(f"{place.path}: no room for this model in {number} on {device} ({error}); check its config, "
-                         f"or give a smaller dtype") from error
+        raise ValueError(
+            f"{place.path}: no room for this model in {number} on {device} ({error}); check its config, "
+            f"or give a smaller dtype"
+        ) from error
     check_vocabulary(words, vocab=model.shape.vocab, path=place.path)
     eos_ids = all_eos(weights, words, vocab=model.shape.vocab, path=place.path)
     slots = dict(model.slots())
     check_names(weights.shapes, slots, tied=HEAD not in slots, path=place.path)
     fill(slots, weights, path=place.path)
-    return Checkpoint(model=model, tokenizer=words, eos_ids=eos_ids, name=str(name), path=place.path,
-                      config=weights.config, generation_config=weights.generation_config, weight_files=weights.files,
-                      revision=place.revision)
+    return Checkpoint(
+        model=model,
+        tokenizer=words,
+        eos_ids=eos_ids,
+        name=str(name),
+        path=place.path,
+        config=weights.config,
+        generation_config=weights.generation_config,
+        weight_files=weights.files,
+        revision=place.revision,
+    )
 
 
 def open_weights(path: Path) -> Weights:
@@ -110,13 +126,17 @@ def model_class(config: Mapping[str, Any], *, allow_own: bool, path: Path) -> Ca
     module, colon, name = kind.partition(":")
     if colon:
         if not allow_own:
-            raise ValueError(f"{path}: model_type {kind!r} names a class of its own; that is allowed in a local "
-                             f"folder's config.json only, not in a downloaded one")
+            raise ValueError(
+                f"{path}: model_type {kind!r} names a class of its own; that is allowed in a local "
+                f"folder's config.json only, not in a downloaded one"
+            )
         try:
             own: Callable[..., Model] = getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError, TypeError, ValueError) as error:
-            raise ValueError(f"{path}: model_type {kind!r} cannot be imported ({error}); allowed: pkg.module:Class "
-                             f"of an importable module") from error
+            raise ValueError(
+                f"{path}: model_type {kind!r} cannot be imported ({error}); allowed: pkg.module:Class "
+                f"of an importable module"
+            ) from error
         return own
     if found := model_of(kind):
         return found
@@ -164,8 +184,10 @@ def fill(slots: Mapping[str, Tensor], weights: Weights, *, path: Path) -> None:
         for start, rows in weights.rows(HEAD):
             embedded = slots[EMBEDDING][start : start + len(rows)]
             if not torch.equal(rows.to(embedded), embedded):
-                raise ValueError(f"{path} says tie_word_embeddings, but {HEAD} differs from {EMBEDDING} (rows "
-                                 f"{start} to {start + len(rows) - 1}); set tie_word_embeddings: false in config.json")
+                raise ValueError(
+                    f"{path} says tie_word_embeddings, but {HEAD} differs from {EMBEDDING} (rows "
+                    f"{start} to {start + len(rows) - 1}); set tie_word_embeddings: false in config.json"
+                )
 
 
 def copy(source: Tensor, target: Tensor) -> None:

@@ -33,8 +33,10 @@ class SafetensorsFolder:
         self.config = read_json(folder / "config.json", needed=True)
         self.generation_config = read_json(folder / "generation_config.json")
         if self.config.get("quantization_config"):
-            raise ValueError(f"{folder}/config.json has a quantization_config; allowed: plain {', '.join(FLOATS)} "
-                             f"tensors. Use the unquantised checkpoint or a .gguf file")
+            raise ValueError(
+                f"{folder}/config.json has a quantization_config; allowed: plain {', '.join(FLOATS)} "
+                f"tensors. Use the unquantised checkpoint or a .gguf file"
+            )
         self.files, index = shards(folder)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Path] = {}
@@ -55,11 +57,14 @@ class SafetensorsFolder:
                 for name in file.keys():  # noqa: SIM118 (not a mapping)
                     part = file.get_slice(name)
                     if part.get_dtype() not in FLOATS and not harmless(name):
-                        raise ValueError(f"{path}: tensor {name} is stored as {part.get_dtype()}; "
-                                         f"allowed: {', '.join(FLOATS)}")
+                        raise ValueError(
+                            f"{path}: tensor {name} is stored as {part.get_dtype()}; allowed: {', '.join(FLOATS)}"
+                        )
                     if name in self._file_of:
-                        raise ValueError(f"tensor {name} is in {self._file_of[name].name} and again in {path.name}; "
-                                         f"each tensor belongs in one shard, download the checkpoint again")
+                        raise ValueError(
+                            f"tensor {name} is in {self._file_of[name].name} and again in {path.name}; "
+                            f"each tensor belongs in one shard, download the checkpoint again"
+                        )
                     self._file_of[name], self.shapes[name] = path, tuple(part.get_shape())
                     first = first or FLOATS.get(part.get_dtype())
         except (SafetensorError, OSError) as error:
@@ -71,8 +76,9 @@ class SafetensorsFolder:
             found = self._file_of.get(name)
             if found is None or found.name != shard:
                 where = f"it is in {found.name}" if found else "no shard has it"
-                raise ValueError(f"{folder / INDEX} says tensor {name} is in {shard}, but {where}; "
-                                 f"download the checkpoint again")
+                raise ValueError(
+                    f"{folder / INDEX} says tensor {name} is in {shard}, but {where}; download the checkpoint again"
+                )
 
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of a tensor, piece by piece and in order, on the CPU in the stored dtype.
@@ -127,8 +133,9 @@ def shards(folder: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:
         if Path(shard).name != shard:
             raise ValueError(f"{index_path} names the shard {shard!r}; allowed: plain file names of this folder")
         if not path.is_file():
-            raise ValueError(f"{index_path} names the shard {shard}, which is missing from {folder}; "
-                             f"download the checkpoint again")
+            raise ValueError(
+                f"{index_path} names the shard {shard}, which is missing from {folder}; download the checkpoint again"
+            )
         paths.append(path)
     return tuple(paths), index
 

@@ -24,9 +24,17 @@ class Tokenizer:
     Raises ValueError where add_bos is asked for without a BOS token.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, named_tokens: Mapping[str, str], add_bos: bool,
-                 eos_ids: Iterable[int], chat_template: str | None, source: bytes,
-                 vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        named_tokens: Mapping[str, str],
+        add_bos: bool,
+        eos_ids: Iterable[int],
+        chat_template: str | None,
+        source: bytes,
+        vocab_size: int | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend, self.named_tokens, self.chat_template = backend, dict(named_tokens), chat_template
@@ -59,8 +67,14 @@ class Tokenizer:
         said = config.get("add_bos_token")
         add_bos = said if isinstance(said, bool) else first == [named.get("bos_token")]
         eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-        return cls(backend, named_tokens=named, add_bos=add_bos, eos_ids=[] if eos is None else [eos],
-                   chat_template=folder_template(file.parent, config), source=source)
+        return cls(
+            backend,
+            named_tokens=named,
+            add_bos=add_bos,
+            eos_ids=[] if eos is None else [eos],
+            chat_template=folder_template(file.parent, config),
+            source=source,
+        )
 
     def encode(self, text: str, *, add_bos: bool | None = None) -> list[int]:
         """Ids of a prompt; special tokens in it are parsed as such.
@@ -69,8 +83,10 @@ class Tokenizer:
         starts with it: encode("<s>Hi") == encode("Hi"). Raises ValueError for text that is no Unicode.
         """
         if not isinstance(text, str):
-            raise ValueError(f"the prompt is a {type(text).__name__}; allowed: a string (token ids are taken as they "
-                             f"are, without the tokenizer)")
+            raise ValueError(
+                f"the prompt is a {type(text).__name__}; allowed: a string (token ids are taken as they "
+                f"are, without the tokenizer)"
+            )
         try:
             ids = [i for i in self._backend.encode(text, add_special_tokens=False).ids if i < self.vocab_size]
         except (TypeError, UnicodeError) as error:
@@ -81,13 +97,15 @@ class Tokenizer:
             raise ValueError("add_bos was asked for, but this tokenizer has no BOS token")
         return ids if ids[:1] == [self.bos_id] else [self.bos_id, *ids]
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-             **variables: Any) -> list[int]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
         """Ids of a chat, by default with the opening of the assistant's turn. Errors as for `render`."""
         return self.encode(self.render(messages, add_generation_prompt=add_generation_prompt, **variables))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
-               **variables: Any) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
         """The chat's text as the template writes it. `variables` are the template's own, such as tools.
 
         Raises ValueError without a template, for messages that are no mappings, and where the template refuses.
@@ -95,10 +113,15 @@ class Tokenizer:
         from anydepth.models.chat_template import render
 
         if not self.chat_template:
-            raise ValueError("this checkpoint's tokenizer has no chat template; use a plain prompt, or give a "
-                             "tokenizer that has one as tokenizer=")
-        return render(self.chat_template, messages, {**self.named_tokens, **variables,
-                                                     "add_generation_prompt": add_generation_prompt})
+            raise ValueError(
+                "this checkpoint's tokenizer has no chat template; use a plain prompt, or give a "
+                "tokenizer that has one as tokenizer="
+            )
+        return render(
+            self.chat_template,
+            messages,
+            {**self.named_tokens, **variables, "add_generation_prompt": add_generation_prompt},
+        )
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Text of ids; incomplete UTF-8 shows as U+FFFD. Ids beyond the vocabulary (padding rows of an embedding) give

@@ -31,33 +31,44 @@ class Weights(Protocol):
 
 def check_sizes(weights: Weights, *, path: Path) -> None:
     """ValueError for sizes so absurd that building the model would exhaust the machine before its shapes are known."""
-    for key, most in (("num_hidden_layers", len(weights.shapes)), ("max_position_embeddings", 1 << 21),
-                      ("total_ut_steps", 1 << 10)):
+    for key, most in (
+        ("num_hidden_layers", len(weights.shapes)),
+        ("max_position_embeddings", 1 << 21),
+        ("total_ut_steps", 1 << 10),
+    ):
         value = weights.config.get(key, 0)
         if isinstance(value, int) and value > most:
-            raise ValueError(f"{path}: config says {key} = {value}; allowed: up to {most} here. The config belongs to "
-                             f"other weights or is corrupt")
+            raise ValueError(
+                f"{path}: config says {key} = {value}; allowed: up to {most} here. The config belongs to "
+                f"other weights or is corrupt"
+            )
 
 
 def check_vocabulary(words: Tokenizer | None, *, vocab: int, path: Path) -> None:
     """ValueError where the tokenizer knows ids that the model does not embed. Fewer are fine: embeddings are padded."""
     if words and words.vocab_size > vocab:
-        raise ValueError(f"{path}: the tokenizer has {words.vocab_size} ids, but the model embeds {vocab}; it belongs "
-                         f"to another model, give the right one as tokenizer=")
+        raise ValueError(
+            f"{path}: the tokenizer has {words.vocab_size} ids, but the model embeds {vocab}; it belongs "
+            f"to another model, give the right one as tokenizer="
+        )
 
 
 def all_eos(weights: Weights, words: Tokenizer | None, *, vocab: int, path: Path) -> frozenset[int]:
     """EOS ids of config, generation config and tokenizer together, each checked against the model's vocabulary."""
     ids: set[int] = set()
-    for source, value in (("config", weights.config.get("eos_token_id")),
-                          ("generation config", weights.generation_config.get("eos_token_id")),
-                          ("tokenizer", sorted(words.eos_ids) if words else None)):
+    for source, value in (
+        ("config", weights.config.get("eos_token_id")),
+        ("generation config", weights.generation_config.get("eos_token_id")),
+        ("tokenizer", sorted(words.eos_ids) if words else None),
+    ):
         for item in value if isinstance(value, Iterable) and not isinstance(value, str) else [value]:
             if item is None:
                 continue
             if isinstance(item, bool) or not isinstance(item, int) or not 0 <= item < vocab:
-                raise ValueError(f"{path}: eos id of the {source} is {item!r}; allowed: whole numbers from 0 to "
-                                 f"{vocab - 1}, the model's vocabulary")
+                raise ValueError(
+                    f"{path}: eos id of the {source} is {item!r}; allowed: whole numbers from 0 to "
+                    f"{vocab - 1}, the model's vocabulary"
+                )
             ids.add(item)
     return frozenset(ids)
 
@@ -71,12 +82,16 @@ def check_names(given: Mapping[str, tuple[int, ...]], slots: Mapping[str, Tensor
         raise ValueError(f"{path} lacks {listed(missing)} that its config asks for{hint}")
     extra = [name for name in given if name not in expected and name not in allowed and not harmless(name)]
     if extra:
-        raise ValueError(f"{path} has {listed(extra)} that this kind of model does not have; "
-                         f"check model_type and the layer count in its config")
+        raise ValueError(
+            f"{path} has {listed(extra)} that this kind of model does not have; "
+            f"check model_type and the layer count in its config"
+        )
     for name, shape in (expected | allowed).items():
         if name in given and given[name] != shape:
-            raise ValueError(f"{path}: tensor {name} has the shape {list(given[name])}, its config asks for "
-                             f"{list(shape)}; config and weights belong to different models")
+            raise ValueError(
+                f"{path}: tensor {name} has the shape {list(given[name])}, its config asks for "
+                f"{list(shape)}; config and weights belong to different models"
+            )
 
 
 def listed(names: Sequence[str]) -> str:

@@ -84,15 +84,28 @@ def card(facts: Mapping[str, Any], *, vocab: int, ratios: str) -> str:
     """Markdown from the contents of training.json. `ratios` are the tokens of prompt and answer by kind, in words."""
     recipe, steps, copied = facts["recipe"], facts["phase_steps"], facts["copied_kv"]
     return _CARD.format(
-        name="nano" if copied else "nano-plain", parameters=facts["parameters"], vocab=vocab,
-        **{key: recipe[key] for key in ("layers", "loops", "hidden", "heads", "inner")}, ratios=ratios,
-        level_accuracy=round(100 * recipe["level_accuracy"]), seed=facts["seed"],
-        flag="" if copied else " --no-copied-kv", total=f"{sum(steps.values()):,}",
-        tokens=facts["tokens"] / 1e6, minutes=facts["minutes"], a=steps["A"], b=steps["B"], c=steps["C"],
-        levels=", ".join(str(step) for step in facts["level_steps"][1:]), phase_c=_COPIED if copied else _PLAIN,
-        continued="" if copied else _CONTINUED, begin=MARKS[0], end=MARKS[1],
+        name="nano" if copied else "nano-plain",
+        parameters=facts["parameters"],
+        vocab=vocab,
+        **{key: recipe[key] for key in ("layers", "loops", "hidden", "heads", "inner")},
+        ratios=ratios,
+        level_accuracy=round(100 * recipe["level_accuracy"]),
+        seed=facts["seed"],
+        flag="" if copied else " --no-copied-kv",
+        total=f"{sum(steps.values()):,}",
+        tokens=facts["tokens"] / 1e6,
+        minutes=facts["minutes"],
+        a=steps["A"],
+        b=steps["B"],
+        c=steps["C"],
+        levels=", ".join(str(step) for step in facts["level_steps"][1:]),
+        phase_c=_COPIED if copied else _PLAIN,
+        continued="" if copied else _CONTINUED,
+        begin=MARKS[0],
+        end=MARKS[1],
         packages=", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
-        limit="" if copied else _PLAIN_LIMIT)
+        limit="" if copied else _PLAIN_LIMIT,
+    )
 
 
 def token_ratios(n: int = 360) -> str:

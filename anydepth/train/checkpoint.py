@@ -28,8 +28,10 @@ def load_state(path: Path) -> dict[str, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path} is not a training state ({error}); give one written by `anydepth train loop`, or "
-                         "an empty output folder to start anew") from error
+        raise ValueError(
+            f"{path} is not a training state ({error}); give one written by `anydepth train loop`, or "
+            "an empty output folder to start anew"
+        ) from error
     assert isinstance(state, dict)
     return state
 
@@ -56,12 +58,15 @@ def read_model(folder: Path) -> tuple[Ouro, dict[str, Any]]:
     from safetensors.torch import load_file
 
     if not (folder / "config.json").is_file() or not (folder / "model.safetensors").is_file():
-        raise ValueError(f"{folder} has no config.json and model.safetensors; give a folder written by "
-                         "`anydepth train loop`")
+        raise ValueError(
+            f"{folder} has no config.json and model.safetensors; give a folder written by `anydepth train loop`"
+        )
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") != "ouro":
-        raise ValueError(f"{folder} holds a model of type {config.get('model_type')!r}; allowed: 'ouro', the only one "
-                         "with a gate to train")
+        raise ValueError(
+            f"{folder} holds a model of type {config.get('model_type')!r}; allowed: 'ouro', the only one "
+            "with a gate to train"
+        )
     model = Ouro(config, dtype=torch.float32, device=torch.device("cpu"))
     tensors = load_file(folder / "model.safetensors")
     with torch.no_grad():

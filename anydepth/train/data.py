@@ -88,9 +88,15 @@ def collate(rows: Sequence[Row]) -> Batch:
 
     answers = [(b * length + at, *rest) for b, row in enumerate(rows) for at, *rest in row.answers]
     where, targets, hops, computed = (torch.tensor(column) for column in zip(*answers, strict=True))
-    return Batch(ids_BT=padded([row.ids for row in rows], 0), positions_BT=padded([row.positions for row in rows], 0),
-                 blocks_BT=padded([row.blocks for row in rows], _PADDING), answer_A=where, targets_A=targets,
-                 hops_A=hops, computed_A=computed.bool())
+    return Batch(
+        ids_BT=padded([row.ids for row in rows], 0),
+        positions_BT=padded([row.positions for row in rows], 0),
+        blocks_BT=padded([row.blocks for row in rows], _PADDING),
+        answer_A=where,
+        targets_A=targets,
+        hops_A=hops,
+        computed_A=computed.bool(),
+    )
 
 
 def collate_sorted(rows: Sequence[Row], *, rows_per_chunk: int) -> list[Batch]:
@@ -101,8 +107,9 @@ def collate_sorted(rows: Sequence[Row], *, rows_per_chunk: int) -> list[Batch]:
 
 def curriculum_rows(rng: Random, *, rows: int, level: int) -> list[Row]:
     """Rows of single questions at a level of the curriculum."""
-    return [_single_row(rng, q.draw_level_context(rng, level=level), count=max(2, min(6, level + 1)))
-            for _ in range(rows)]
+    return [
+        _single_row(rng, q.draw_level_context(rng, level=level), count=max(2, min(6, level + 1))) for _ in range(rows)
+    ]
 
 
 def mixed_rows(rng: Random, *, rows: int, why_rows: int, asked: int) -> list[Row]:

@@ -41,8 +41,14 @@ class GateRecipe:
     iterations: int = 120
 
 
-def train_gate(model: Path, *, out: Path | None = None, seed: int = 0, recipe: GateRecipe | None = None,
-               report: Callable[[str], None] = print) -> Path:
+def train_gate(
+    model: Path,
+    *,
+    out: Path | None = None,
+    seed: int = 0,
+    recipe: GateRecipe | None = None,
+    report: Callable[[str], None] = print,
+) -> Path:
     """Fit the gate of the checkpoint folder `model` on fresh training questions and write the folder `out`.
 
     `out` None replaces the gate in place. Only the gate's weight and bias change. Returns the folder written.
@@ -53,8 +59,10 @@ def train_gate(model: Path, *, out: Path | None = None, seed: int = 0, recipe: G
     with one_thread():
         features_Ard, goal_Ar = collect(looped, seed=seed, recipe=recipe)
         loss = fit(looped, features_Ard, goal_Ar, iterations=recipe.iterations)
-    report(f"{len(goal_Ar)} answer tokens; going on is worth it at depths 1, 2, ... for "
-           + ", ".join(f"{100 * share:.1f} %" for share in goal_Ar.mean(0).tolist()))
+    report(
+        f"{len(goal_Ar)} answer tokens; going on is worth it at depths 1, 2, ... for "
+        + ", ".join(f"{100 * share:.1f} %" for share in goal_Ar.mean(0).tolist())
+    )
     report(f"fitted: cross-entropy {loss:.4f}")
     if out != model:
         out.mkdir(parents=True, exist_ok=True)
@@ -79,9 +87,13 @@ def collect(model: Ouro, *, seed: int, recipe: GateRecipe) -> tuple[Tensor, Tens
     features, goals = [], []
     for batch in _batches(seed, recipe):
         states = all_depths(model, batch)
-        losses_AR = torch.stack([torch.nn.functional.cross_entropy(model.readout(k, h), batch.targets_A,
-                                                                   reduction="none")
-                                 for k, h in enumerate(states, start=1)], 1)
+        losses_AR = torch.stack(
+            [
+                torch.nn.functional.cross_entropy(model.readout(k, h), batch.targets_A, reduction="none")
+                for k, h in enumerate(states, start=1)
+            ],
+            1,
+        )
         features.append(torch.stack(states[:-1], 1))
         goals.append(gate_goals(losses_AR, steepness=recipe.steepness, least_gain=recipe.least_gain))
     return torch.cat(features), torch.cat(goals)
@@ -89,8 +101,9 @@ def collect(model: Ouro, *, seed: int, recipe: GateRecipe) -> tuple[Tensor, Tens
 
 def _batches(seed: int, recipe: GateRecipe) -> Iterator[data.Batch]:
     for index in range(recipe.batches):
-        rows = data.mixed_rows(Random(f"gate {seed} {index}"), rows=recipe.rows, why_rows=recipe.why_rows,
-                               asked=recipe.asked)
+        rows = data.mixed_rows(
+            Random(f"gate {seed} {index}"), rows=recipe.rows, why_rows=recipe.why_rows, asked=recipe.asked
+        )
         yield from data.collate_sorted(rows, rows_per_chunk=recipe.rows_per_chunk)
 
 

@@ -40,8 +40,9 @@ class DenseKV:
         if self._depths is not None:
             self._kept[layer] = k_NGD, v_NGD
         q, k, v = (x.view(*self._size, *x.shape[1:]).transpose(1, 2) for x in (q_NHD, k_NGD, v_NGD))
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=self._mask,
-                                                                 enable_gqa=q.shape[1] != k.shape[1])
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=self._mask, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return mixed.transpose(1, 2).reshape(q_NHD.shape)
 
 

@@ -30,8 +30,17 @@ MICRO_BATCHES = 2
 _REPORT_EVERY = 10
 
 
-def train_loop(out: Path, *, seed: int = 0, copied_kv: bool = True, processes: int = 2, recipe: Recipe | None = None,
-               start_from: Path | None = None, resume: bool = True, report: Callable[[str], None] = print) -> Path:
+def train_loop(
+    out: Path,
+    *,
+    seed: int = 0,
+    copied_kv: bool = True,
+    processes: int = 2,
+    recipe: Recipe | None = None,
+    start_from: Path | None = None,
+    resume: bool = True,
+    report: Callable[[str], None] = print,
+) -> Path:
     """Train a nano into the folder `out` and return it; the gate is Stage I's, `train_gate` fits the real one.
 
     `copied_kv=False` replaces phase C's random exits by the same number of ordinary steps (nano-plain). Phases A and B
@@ -45,8 +54,14 @@ def train_loop(out: Path, *, seed: int = 0, copied_kv: bool = True, processes: i
     if processes not in (1, MICRO_BATCHES):
         raise ValueError(f"processes is {processes}; allowed: 1 or {MICRO_BATCHES}, the micro-batches of a step")
     out.mkdir(parents=True, exist_ok=True)
-    job = Job(out=str(out), seed=seed, copied_kv=copied_kv, recipe=recipe or Recipe(), resume=resume,
-              start_from=None if start_from is None else str(start_from))
+    job = Job(
+        out=str(out),
+        seed=seed,
+        copied_kv=copied_kv,
+        recipe=recipe or Recipe(),
+        resume=resume,
+        start_from=None if start_from is None else str(start_from),
+    )
     if not resume:
         # Or a kill before the first save would bring the old run back.
         (out / "state.pt").unlink(missing_ok=True)
@@ -127,8 +142,11 @@ class Trainer:
         """Gradient of one micro-batch and its counts, one flat tensor: [weights + tokens, loss, asked_R, right_R]."""
         r, now = self.recipe, self.progress
         rng = Random(f"{self.job.seed} {now.phase} {now.step} {index}")
-        rows = data.curriculum_rows(rng, rows=r.rows, level=now.level) if now.phase == "A" else \
-            data.mixed_rows(rng, rows=r.rows, why_rows=r.why_rows, asked=r.asked)
+        rows = (
+            data.curriculum_rows(rng, rows=r.rows, level=now.level)
+            if now.phase == "A"
+            else data.mixed_rows(rng, rows=r.rows, why_rows=r.why_rows, asked=r.asked)
+        )
         leave_early = now.phase == "C" and self.job.copied_kv and rng.random() < 0.5
         chunks = data.collate_sorted(rows, rows_per_chunk=r.rows_per_chunk)
         weight = sum(float(token_weights(chunk, computed_weight=r.computed_weight).sum()) for chunk in chunks)
@@ -139,11 +157,17 @@ class Trainer:
         for chunk in chunks:
             depths = random_exits(chunk, rng, loops=r.loops, full_depth=r.full_depth) if leave_early else None
             # Weights are normalised to a mean of 1; the entropy term is a plain mean, hence the two divisors.
-            loss = stage_one(self.model, chunk, computed_weight=r.computed_weight, entropy=r.entropy * weight / answers,
-                             exit_depths_BT=depths)
+            loss = stage_one(
+                self.model,
+                chunk,
+                computed_weight=r.computed_weight,
+                entropy=r.entropy * weight / answers,
+                exit_depths_BT=depths,
+            )
             (loss.total / weight).backward()
-            stats += torch.cat((torch.tensor([chunk.tokens, float(loss.total.detach()) / weight]), loss.asked_R,
-                                loss.right_R))
+            stats += torch.cat(
+                (torch.tensor([chunk.tokens, float(loss.total.detach()) / weight]), loss.asked_R, loss.right_R)
+            )
         grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in self.parameters]
         return torch.cat([*(grad.reshape(-1) for grad in grads), stats])
 
@@ -159,10 +183,17 @@ class Trainer:
         loops = self.recipe.loops
         tokens, loss, asked, right = stats[0], stats[1], stats[2 : 2 + loops], stats[2 + loops :]
         self.loss = float(loss) / MICRO_BATCHES
-        accuracy = tuple(0.9 * old + 0.1 * float(r / n) if n > 0 else old
-                         for old, r, n in zip(self.progress.accuracy, right, asked, strict=True))
-        now = replace(self.progress, step=self.progress.step + 1, level_steps=self.progress.level_steps + 1,
-                      accuracy=accuracy, tokens=self.progress.tokens + int(tokens))
+        accuracy = tuple(
+            0.9 * old + 0.1 * float(r / n) if n > 0 else old
+            for old, r, n in zip(self.progress.accuracy, right, asked, strict=True)
+        )
+        now = replace(
+            self.progress,
+            step=self.progress.step + 1,
+            level_steps=self.progress.level_steps + 1,
+            accuracy=accuracy,
+            tokens=self.progress.tokens + int(tokens),
+        )
         self.progress = next_place(self.recipe, now)
 
     def line(self, *, tokens_per_s: float) -> str:
@@ -170,15 +201,26 @@ class Trainer:
         p = self.progress
         depths = " ".join(f"{100 * a:.1f}" for a in p.accuracy)
         left = steps_left(self.recipe, p) * p.seconds / max(1, sum(p.steps) + p.step)
-        return (f"phase {p.phase} step {p.step} level {p.level} | loss {self.loss:.4f} | numbers right by depth, %: "
-                f"{depths} | {tokens_per_s:.0f} tokens/s | {p.seconds / 60:.1f} min, at most {left / 60:.0f} to go")
+        return (
+            f"phase {p.phase} step {p.step} level {p.level} | loss {self.loss:.4f} | numbers right by depth, %: "
+            f"{depths} | {tokens_per_s:.0f} tokens/s | {p.seconds / 60:.1f} min, at most {left / 60:.0f} to go"
+        )
 
     def save(self, path: Path) -> None:
         """Write everything a resumed run needs; random state is none of it, batches depend on the step alone."""
-        checkpoint.save_state(path, {
-            "version": 1, "seed": self.job.seed, "copied_kv": self.job.copied_kv, "recipe": self.recipe.as_json(),
-            "progress": asdict(self.progress), "weights": [tensor.detach() for tensor in self.parameters],
-            "muon": self.muon.state_dict(), "adam": self.adam.state_dict()})
+        checkpoint.save_state(
+            path,
+            {
+                "version": 1,
+                "seed": self.job.seed,
+                "copied_kv": self.job.copied_kv,
+                "recipe": self.recipe.as_json(),
+                "progress": asdict(self.progress),
+                "weights": [tensor.detach() for tensor in self.parameters],
+                "muon": self.muon.state_dict(),
+                "adam": self.adam.state_dict(),
+            },
+        )
 
     def load(self, path: Path) -> None:
         """Continue from a state. ValueError where it belongs to another run."""
@@ -198,24 +240,32 @@ class Trainer:
             wanted["copied_kv"] = self.job.copied_kv
         for name, value in wanted.items():
             if state[name] != value:
-                raise ValueError(f"{path} was made with {name} = {state[name]!r}, this run has {value!r}; give the "
-                                 "same, or another output folder")
+                raise ValueError(
+                    f"{path} was made with {name} = {state[name]!r}, this run has {value!r}; give the "
+                    "same, or another output folder"
+                )
 
     def export(self) -> None:
         """Write the folder that models are loaded from, and the facts of the run beside it."""
         out, p = Path(self.job.out), self.progress
         checkpoint.write_json(out / "config.json", self.recipe.config())
-        checkpoint.write_json(out / "generation_config.json", {"eos_token_id": self.recipe.config()["eos_token_id"],
-                                                               "do_sample": False})
+        checkpoint.write_json(
+            out / "generation_config.json", {"eos_token_id": self.recipe.config()["eos_token_id"], "do_sample": False}
+        )
         write_tokenizer(out)
         checkpoint.write_weights(self.model, out / "model.safetensors")
         packages = {name: importlib.metadata.version(name) for name in ("torch", "safetensors", "tokenizers")}
         facts = {
-            "seed": self.job.seed, "copied_kv": self.job.copied_kv,
-            "phase_steps": dict(zip("ABC", p.steps, strict=True)), "level_steps": list(p.levels),
-            "tokens": p.tokens, "minutes": round(p.seconds / 60, 1),
-            "parameters": sum(tensor.numel() for tensor in self.parameters), "packages": packages,
-            "recipe": self.recipe.as_json()}
+            "seed": self.job.seed,
+            "copied_kv": self.job.copied_kv,
+            "phase_steps": dict(zip("ABC", p.steps, strict=True)),
+            "level_steps": list(p.levels),
+            "tokens": p.tokens,
+            "minutes": round(p.seconds / 60, 1),
+            "parameters": sum(tensor.numel() for tensor in self.parameters),
+            "packages": packages,
+            "recipe": self.recipe.as_json(),
+        }
         checkpoint.write_json(out / "training.json", facts)
         (out / "README.md").write_text(card(facts, vocab=len(VOCABULARY), ratios=token_ratios()))
 

@@ -31,15 +31,18 @@ def blocks(matrix: Tensor) -> Tensor:
         return matrix.view(rows, columns // rows, rows).transpose(0, 1)
     if rows % columns == 0:
         return matrix.view(rows // columns, columns, columns)
-    raise ValueError(f"a matrix of {rows} x {columns} cannot be cut into square blocks; Muon needs one side to be a "
-                     "multiple of the other, so choose intermediate_size a multiple of hidden_size")
+    raise ValueError(
+        f"a matrix of {rows} x {columns} cannot be cut into square blocks; Muon needs one side to be a "
+        "multiple of the other, so choose intermediate_size a multiple of hidden_size"
+    )
 
 
 class Muon:
     """Nesterov momentum, orthogonalised steps of size `lr`, decoupled weight decay. Set `lr` before `step`."""
 
-    def __init__(self, matrices: Sequence[Tensor], *, lr: float, momentum: float = 0.95,
-                 weight_decay: float = 0.05) -> None:
+    def __init__(
+        self, matrices: Sequence[Tensor], *, lr: float, momentum: float = 0.95, weight_decay: float = 0.05
+    ) -> None:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self._matrices = list(matrices)
         self._counts = [len(blocks(matrix)) for matrix in self._matrices]

@@ -43,19 +43,24 @@ def exit_log_probabilities(gate_logits_AR: Tensor, exit_depths_A: Tensor) -> Ten
     return (stay + leave).masked_fill(depth_R > last, -torch.inf)
 
 
-def stage_one(model: Ouro, batch: Batch, *, computed_weight: float, entropy: float,
-              exit_depths_BT: Tensor | None = None) -> Loss:
+def stage_one(
+    model: Ouro, batch: Batch, *, computed_weight: float, entropy: float, exit_depths_BT: Tensor | None = None
+) -> Loss:
     """Sum over answer positions of w * sum_r p_r CE_r - entropy * H(p); gradients flow through p as well.
 
     With `exit_depths_BT` deeper loops see copied K/V (see `DenseKV`) and a position's loss ends at its own depth.
     """
     states = all_depths(model, batch, exit_depths_BT=exit_depths_BT)
     logits_RAV = [model.readout(k, h) for k, h in enumerate(states, start=1)]
-    losses_AR = torch.stack([torch.nn.functional.cross_entropy(logits, batch.targets_A, reduction="none")
-                             for logits in logits_RAV], 1)
+    losses_AR = torch.stack(
+        [torch.nn.functional.cross_entropy(logits, batch.targets_A, reduction="none") for logits in logits_RAV], 1
+    )
     gate_AR = torch.stack([model.signal(k, h) for k, h in enumerate(states, start=1)], 1)
-    depths_A = torch.full_like(batch.targets_A, len(states)) if exit_depths_BT is None else \
-        exit_depths_BT.reshape(-1)[batch.answer_A]
+    depths_A = (
+        torch.full_like(batch.targets_A, len(states))
+        if exit_depths_BT is None
+        else exit_depths_BT.reshape(-1)[batch.answer_A]
+    )
     log_p_AR = exit_log_probabilities(gate_AR, depths_A)
     reached_AR = torch.isfinite(log_p_AR)
     log_p_AR = log_p_AR.masked_fill(~reached_AR, 0.0)

@@ -47,8 +47,9 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def with_peers(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, *, processes: int,
-               report: Callable[[str], None]) -> None:
+def with_peers(
+    work: Callable[[T, Peers, Callable[[str], None]], None], job: T, *, processes: int, report: Callable[[str], None]
+) -> None:
     """Run `work(job, peers, report)` in this process and `processes - 1` others; `job` and `work` must pickle.
 
     The others end with this one: when it finishes, fails or is killed their next sum fails. Threads are set to one
@@ -61,8 +62,10 @@ def with_peers(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, 
         with tempfile.TemporaryDirectory() as folder:
             meeting = str(Path(folder) / "meeting")
             context = multiprocessing.get_context("spawn")
-            others = [context.Process(target=_join, args=(work, job, rank, processes, meeting), daemon=True)
-                      for rank in range(1, processes)]
+            others = [
+                context.Process(target=_join, args=(work, job, rank, processes, meeting), daemon=True)
+                for rank in range(1, processes)
+            ]
             for other in others:
                 other.start()
             _meet(work, job, Peers(rank=0, count=processes), meeting, report)
@@ -82,8 +85,13 @@ def _join(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, rank:
             raise
 
 
-def _meet(work: Callable[[T, Peers, Callable[[str], None]], None], job: T, peers: Peers, meeting: str,
-          report: Callable[[str], None]) -> None:
+def _meet(
+    work: Callable[[T, Peers, Callable[[str], None]], None],
+    job: T,
+    peers: Peers,
+    meeting: str,
+    report: Callable[[str], None],
+) -> None:
     # All processes are on this machine; its host name may not resolve.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=peers.rank, world_size=peers.count)

@@ -60,20 +60,46 @@ class Recipe:
     @staticmethod
     def tiny(**changes: Any) -> Recipe:
         """A few steps of a model of a few thousand weights; for tests."""
-        small: dict[str, Any] = {"hidden": 16, "inner": 32, "layers": 1, "loops": 2, "rows": 4, "why_rows": 1,
-                                 "rows_per_chunk": 2, "cap_a": 6, "steps_b": 4, "steps_c": 4, "warmup": 2,
-                                 "save_every": 2}
+        small: dict[str, Any] = {
+            "hidden": 16,
+            "inner": 32,
+            "layers": 1,
+            "loops": 2,
+            "rows": 4,
+            "why_rows": 1,
+            "rows_per_chunk": 2,
+            "cap_a": 6,
+            "steps_b": 4,
+            "steps_c": 4,
+            "warmup": 2,
+            "save_every": 2,
+        }
         return Recipe(**small | changes)
 
     def config(self) -> dict[str, Any]:
         """The checkpoint's config.json, in the released Ouro keys."""
-        return {"architectures": ["OuroForCausalLM"], "model_type": "ouro", "vocab_size": len(VOCABULARY),
-                "hidden_size": self.hidden, "intermediate_size": self.inner, "num_hidden_layers": self.layers,
-                "num_attention_heads": self.heads, "num_key_value_heads": self.heads,
-                "head_dim": self.hidden // self.heads, "total_ut_steps": self.loops, "early_exit_threshold": 1.0,
-                "max_position_embeddings": self.max_positions, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
-                "hidden_act": "silu", "tie_word_embeddings": False, "eos_token_id": IDS[EOS],
-                "pad_token_id": IDS[PAD], "bos_token_id": None, "torch_dtype": "float32"}
+        return {
+            "architectures": ["OuroForCausalLM"],
+            "model_type": "ouro",
+            "vocab_size": len(VOCABULARY),
+            "hidden_size": self.hidden,
+            "intermediate_size": self.inner,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "head_dim": self.hidden // self.heads,
+            "total_ut_steps": self.loops,
+            "early_exit_threshold": 1.0,
+            "max_position_embeddings": self.max_positions,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "eos_token_id": IDS[EOS],
+            "pad_token_id": IDS[PAD],
+            "bos_token_id": None,
+            "torch_dtype": "float32",
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, as a training state stores them."""

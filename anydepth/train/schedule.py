@@ -30,8 +30,9 @@ def lr_factor(recipe: Recipe, at: Progress) -> float:
     warm = min(1.0, (at.step + 1) / recipe.warmup)
     if at.phase == "A":
         return warm
-    steps, decay, top = (recipe.steps_b, recipe.decay_b, 1.0) if at.phase == "B" else \
-        (recipe.steps_c, recipe.decay_c, recipe.lr_c)
+    steps, decay, top = (
+        (recipe.steps_b, recipe.decay_b, 1.0) if at.phase == "B" else (recipe.steps_c, recipe.decay_c, recipe.lr_c)
+    )
     left = (steps - at.step) / max(1.0, decay * steps)
     return top * warm * max(_DECAY_TO, min(1.0, left))
 
@@ -41,15 +42,19 @@ def next_place(recipe: Recipe, now: Progress) -> Progress:
     full = now.accuracy[-1]
     if now.phase == "A":
         if now.level == 0 and now.step >= recipe.escape_steps:
-            raise RuntimeError(f"{full:.0%} of the numbers are right after {now.step} steps at level 0, and above "
-                               f"{recipe.level_accuracy:.0%} were needed: this start is stuck; choose another seed")
+            raise RuntimeError(
+                f"{full:.0%} of the numbers are right after {now.step} steps at level 0, and above "
+                f"{recipe.level_accuracy:.0%} were needed: this start is stuck; choose another seed"
+            )
         if now.level < MAX_HOPS and full > recipe.level_accuracy:
             # The running means start afresh, so that a level cannot be passed on the merits of the one before.
-            return replace(now, level=now.level + 1, level_steps=0, levels=(*now.levels, now.step),
-                           accuracy=(0.0,) * recipe.loops)
+            return replace(
+                now, level=now.level + 1, level_steps=0, levels=(*now.levels, now.step), accuracy=(0.0,) * recipe.loops
+            )
         least, most = recipe.end_steps
-        learnt = now.level == MAX_HOPS and (now.level_steps >= most or
-                                            (now.level_steps >= least and full > recipe.end_accuracy))
+        learnt = now.level == MAX_HOPS and (
+            now.level_steps >= most or (now.level_steps >= least and full > recipe.end_accuracy)
+        )
         return _enter(now, "B") if learnt or now.step >= recipe.cap_a else now
     if now.phase == "B" and now.step >= recipe.steps_b:
         return _enter(now, "C")

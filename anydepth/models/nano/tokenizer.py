@@ -18,8 +18,10 @@ def encode(text: str) -> list[int]:
     try:
         return [IDS[word] for word in text.split()]
     except KeyError as error:
-        raise ValueError(f"the word {error.args[0]!r} is not in nano's vocabulary of {len(VOCABULARY)} words; "
-                         "see anydepth.models.nano.tokenizer.VOCABULARY") from None
+        raise ValueError(
+            f"the word {error.args[0]!r} is not in nano's vocabulary of {len(VOCABULARY)} words; "
+            "see anydepth.models.nano.tokenizer.VOCABULARY"
+        ) from None
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -30,6 +32,12 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in (PAD, EOS, UNKNOWN)])
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True) + "\n")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": PAD, "eos_token": EOS, "unk_token": UNKNOWN,
-              "add_bos_token": False, "clean_up_tokenization_spaces": False}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "unk_token": UNKNOWN,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
