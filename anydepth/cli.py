@@ -14,7 +14,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    help="Language models that decide at every token how deep to think.",
 )
 train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train the embedded looped model and its gate.")
 app.add_typer(train, name="train")
@@ -32,6 +31,28 @@ def main() -> None:
     except (ValueError, FileNotFoundError) as error:
         print(f"anydepth: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(
+            "anydepth: interrupted; what writes into a folder goes on from there when it is run again", file=sys.stderr
+        )
+        sys.exit(130)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from anydepth import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it and end.")
+    ] = False,
+) -> None:
+    """Language models that decide at every token how deep to think."""
 
 
 @app.command()

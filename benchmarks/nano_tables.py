@@ -59,7 +59,7 @@ def measure(model: str, out: Path) -> dict[tuple[str, str], Record]:
         for split in ("validation", "test"):
             for arm in gates + fixed:
                 records[split, arm.name] = ask(llm, arm, split, out)
-        chosen = choose(records, fill)
+        chosen, _ = choose(records, fill)
         budget = records["validation", chosen].aggregates["mean_depth"]
         schedule = best_schedule(llm.checkpoint.model, nano.questions("validation"), budget)
         arm = Arm.parse({"name": f"{fill}-schedule", "fill": fill, "trace": schedule})
@@ -74,12 +74,14 @@ def ask(llm: LLM, arm: Arm, split: str, out: Path) -> Record:
     return run(arm, task=task, llm=llm, out=out / split / arm.name, questions=questions, threads=1, concurrency=64)
 
 
-def choose(records: dict[tuple[str, str], Record], fill: str) -> str:
-    """The threshold arm with the fewest segments that keeps 99 % of full depth's accuracy, on validation questions."""
+def choose(records: dict[tuple[str, str], Record], fill: str) -> tuple[str, bool]:
+    """(arm, kept): the threshold with the least depth that keeps 99 % of full depth's accuracy on validation questions,
+    or, where none does, the highest one."""
     full = records["validation", f"{fill}-depth-4"].aggregates["accuracy"]
     arms = [f"{fill}-{tau:g}" for tau in THRESHOLDS]
     good = [arm for arm in arms if records["validation", arm].aggregates["accuracy"] >= KEEP * full]
-    return min(good or arms[-1:], key=lambda arm: records["validation", arm].aggregates["mean_depth"])
+    least = min(good or arms[-1:], key=lambda arm: records["validation", arm].aggregates["mean_depth"])
+    return least, bool(good)
 
 
 def best_schedule(model: Any, asked: Sequence[nano.Question], budget: float, *, length: int = 64) -> list[int]:
@@ -149,11 +151,12 @@ def tables(records: dict[tuple[str, str], Record]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for fill in FILLS:
-        chosen = choose(records, fill)
+        chosen, kept = choose(records, fill)
+        label = chosen.removeprefix(f"{fill}-") + ("" if kept else " (none keeps 99 %)")
         gate = records["test", chosen].aggregates
         schedule = records["test", f"{fill}-schedule"].aggregates
         lines.append(
-            f"| `{fill}` | {chosen.removeprefix(fill + '-')} | {gate['mean_depth']:.2f} | {percent(gate)} "
+            f"| `{fill}` | {label} | {gate['mean_depth']:.2f} | {percent(gate)} "
             f"| {100 * on_line(records, fill, gate['mean_depth']):.1f} "
             f"| {percent(schedule)} at {schedule['mean_depth']:.2f} |"
         )
@@ -162,7 +165,7 @@ def tables(records: dict[tuple[str, str], Record]) -> str:
 
 
 def by_hops(records: dict[tuple[str, str], Record]) -> list[str]:
-    chosen = records["test", choose(records, "last_exited")].aggregates
+    chosen = records["test", choose(records, "last_exited")[0]].aggregates
     levels = chosen["depth_by_level"]
     groups = chosen["by_group"]
     return [

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "bench": SHARED | {"ops", "models", "exits", "engine"},
 }
 COMMANDS = {"cli", "show", "demo"}  # they may call anything below, and each other
-MAY_IMPORT |= {room: set(MAY_IMPORT) | COMMANDS for room in COMMANDS}
+MAY_IMPORT |= {room: {*MAY_IMPORT, *COMMANDS, "anydepth"} for room in COMMANDS}
 MAY_IMPORT["anydepth"] = {"types", "engine"}  # the public names
 
 NO_TORCH = [
@@ -41,6 +41,7 @@ NO_TORCH = [
     "anydepth.stats",
     "anydepth.provenance",
     "anydepth.cli",
+    "anydepth.engine.plan",
     "anydepth.engine.scheduler",
     "anydepth.engine.pages",
     "anydepth.engine.text",

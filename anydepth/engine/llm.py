@@ -25,7 +25,7 @@ class LLM:
     the list of exit layers. kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
     tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
 
-    Example: LLM("nano").generate("Ann has 5 . How many has Ann ?")[0].text
+    Example: LLM("nano").generate("Ann has 5 . Bob has 3 more than Ann . How many has Bob ?")[0].text
     """
 
     def __init__(

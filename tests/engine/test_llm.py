@@ -323,3 +323,16 @@ def test_flips_of_the_released_gate_arithmetic_are_counted_over_all_requests(loa
 def test_options(load, options, message):
     with pytest.raises(ValueError, match=message):
         load(**options)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fill", ["full", "last_exited", "shared"])
+def test_narrow_dtypes_run(load, dtype, fill):
+    """No equality is claimed for them, only that every part takes them: the answers are whole and their logprobs are
+    numbers."""
+    llm, _ = load(dtype=dtype, fill=fill, max_batched_tokens=3)
+    ask = Sampling(max_tokens=6, exit_threshold=0.5, logprobs="processed", ignore_eos=True)
+    outputs = llm.generate(["a b c d", "e"], [ask, replace(ask, temperature=1.0, seed=1, top_p=0.9)])
+    for output in outputs:
+        assert len(output.token_ids) == 6 and set(output.depths) <= {1, 2, 3, 4}
+        assert all(-50 < logprob <= 0 for logprob in output.logprobs)

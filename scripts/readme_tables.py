@@ -1,0 +1,95 @@
+"""Write the README's tables from the Records in results/. `tests/test_readme.py` checks that they agree.
+
+python scripts/readme_tables.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from anydepth.eval.report import digits, percent
+from anydepth.record import Record
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(with_tables(readme.read_text()))
+
+
+def with_tables(text: str) -> str:
+    """The README with its tables made anew."""
+    text = _between(text, "<!-- table: results/demo -->", "<!-- end of table -->", demo_table())
+    return _between(text, "<!-- speed -->", "<!-- end of speed -->", speed_text())
+
+
+def demo_table() -> str:
+    rows = Record.read(RESULTS / "demo", samples=False).aggregates["arms"]
+    lines = [
+        "| arm | right, % | mean depth | segments/question | tokens/s | speed-up | its bound | share of bound |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        cells = (
+            row["name"],
+            f"{percent(row['accuracy'])} ({percent(row['low'])}-{percent(row['high'])})",
+            digits(row["mean_depth"]),
+            digits(row["segments_per_question"], 1),
+            digits(row["tokens_per_s"], 0),
+            digits(row["s"]),
+            digits(row["s_max"]),
+            f"{percent(row['share_of_bound'], 0)} %",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def speed_text() -> str:
+    versus, saves = (
+        Record.read(RESULTS / name, samples=False).aggregates["rows"]
+        for name in ("vs_transformers", "depth_saves_time")
+    )
+    lines = [
+        "SmolLM2-135M at full depth, greedy, float32, 2 threads, 60 prompt and 64 new tokens, prefill included "
+        "(`benchmarks/vs_transformers.py`, interleaved in one run, median and range):",
+        "",
+        "| at a time | anydepth, tokens/s | transformers, tokens/s | ratio | roofline, tokens/s | roofline_share |",
+        "|---|---|---|---|---|---|",
+        *(_versus(row) for row in versus),
+        "",
+        "Of the time that leaving early could save while decoding, this much is saved "
+        "(`benchmarks/depth_saves_time.py`):",
+        "",
+        "| model | at a time | speed-up | its bound | time_saved_share |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {row['model']} | {row['concurrency']} | {row['s']:.2f} | {row['s_max']:.2f} "
+            f"| {100 * row['time_saved_share']:.0f} % |"
+            for row in saves
+        ),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _versus(row: dict[str, Any]) -> str:
+    ours = f"{row['tokens_per_s']:.1f} ({row['tokens_per_s_low']:.1f}-{row['tokens_per_s_high']:.1f})"
+    theirs = f"{row['transformers_tokens_per_s']:.1f} ({row['transformers_low']:.1f}-{row['transformers_high']:.1f})"
+    ratio = f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})"
+    return (
+        f"| {row['concurrency']} | {ours} | {theirs} | {ratio} | {row['roofline_tokens_per_s']:.0f} "
+        f"| {row['roofline_share']:.2f} |"
+    )
+
+
+def _between(text: str, begin: str, end: str, content: str) -> str:
+    before, mark, rest = text.partition(begin)
+    after = rest.partition(end)[2]
+    assert mark and rest, f"the README has no {begin}"
+    return f"{before}{begin}\n{content}{end}{after}"
+
+
+if __name__ == "__main__":
+    main()
