@@ -16,6 +16,7 @@ import torch
 
 from anydepth.engine.plan import TurnWork
 from anydepth.models.base import Cost, Model
+from anydepth.ops.linear import linear
 
 
 class Machine(NamedTuple):
@@ -48,11 +49,11 @@ def measure_machine(model: Model, *, rows: int = 512, repetitions: int = 7) -> M
 
     def product() -> None:
         for matrix in matrices:
-            torch.mm(many, matrix)
+            linear(many, matrix)
 
     def vector() -> None:
         for matrix in matrices:
-            torch.mm(many[:1], matrix)
+            linear(many[:1], matrix)
 
     def total() -> None:
         for matrix in matrices:

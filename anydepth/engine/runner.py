@@ -19,7 +19,7 @@ from anydepth.engine.sampling import Sampler
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
-from anydepth.ops.kv import KVMap, KVPool
+from anydepth.ops.kv import KVMap, KVPool, TurnKV
 
 
 class Leaving(NamedTuple):
@@ -51,16 +51,9 @@ class Runner:
         for sequence in plan.admitted:
             self._seat(sequence)
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-        slots_B = self._index([row.slot for row in decode])
-        depth_B = self._index([row.depth for row in decode])
-        context = max((row.start for row in decode), default=0) + 1
-        kv = self.map.turn(
-            slots_B,
-            self._index([row.start for row in decode]),
-            depth_B,
-            context,
-            [(row.slot, row.start, row.length, row.depth) for row in prefill],
-        )
+        slots_B = self._index(row.slot for row in decode)
+        depth_B = self._index(row.depth for row in decode)
+        kv = self._kv(plan, slots_B, depth_B)
         h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
 
         h_Bd = h_Nd[: len(decode)]
@@ -75,6 +68,15 @@ class Runner:
         copies = self._fill(leaving, kv.write_N)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
         return Result(reads, _work(plan, decode, prefill, len(asked), len(reads), copies))
+
+    def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor) -> TurnKV:
+        """What the rows write and see. A decode row that is alone is a chunk of one: nothing is padded for it."""
+        together = plan.decode_rows if plan.decode_rows > 1 else 0
+        decode = plan.rows[:together]
+        chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
+        context = max((row.start for row in decode), default=0) + 1
+        starts_B = self._index(row.start for row in decode)
+        return self.map.turn(slots_B[:together], starts_B, depth_B[:together], context, chunks)
 
     def _index(self, values: Iterable[int]) -> Tensor:
         return torch.tensor(list(values), dtype=torch.int64, device=self.model.device)

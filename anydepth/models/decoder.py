@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Cost, Part, Shape
+from anydepth.ops.linear import linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +101,13 @@ class Layer:
         else:
             before_attention, before_mlp = self.norms
         x = rms_norm(h_Nd, before_attention, s.eps)
-        qkv = (x @ self.qkv).view(len(x), -1, s.head_dim)
+        qkv = linear(x, self.qkv).view(len(x), -1, s.head_dim)
         qk = rotate(qkv[:, : s.heads + s.kv_heads], *rotary)
         mixed = kv.attend(index, qk[:, : s.heads], qk[:, s.heads :], qkv[:, s.heads + s.kv_heads :])
-        branch = mixed.reshape(len(x), -1) @ self.o
+        branch = linear(mixed.reshape(len(x), -1), self.o)
         h_Nd = h_Nd + (rms_norm(branch, after_attention, s.eps) if s.sandwich else branch)
-        gate, up = (rms_norm(h_Nd, before_mlp, s.eps) @ self.gate_up).chunk(2, -1)
-        branch = (torch.nn.functional.silu(gate) * up) @ self.down
+        gate, up = linear(rms_norm(h_Nd, before_mlp, s.eps), self.gate_up).chunk(2, -1)
+        branch = linear(torch.nn.functional.silu(gate) * up, self.down)
         return h_Nd + (rms_norm(branch, after_mlp, s.eps) if s.sandwich else branch)
 
     def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:

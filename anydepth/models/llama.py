@@ -17,6 +17,7 @@ from torch import Tensor
 from anydepth.models.base import KV, Shape
 from anydepth.models.config import need, refuse_variants
 from anydepth.models.decoder import Decoder, LayerShape
+from anydepth.ops.linear import linear
 
 
 class Llama(Decoder):
@@ -74,7 +75,7 @@ class Llama(Decoder):
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
         """Logits [N, V] through the model's own final norm and LM head."""
-        return self.final_norm(h_Nd) @ self.head
+        return linear(self.final_norm(h_Nd), self.head)
 
 
 def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[range, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from anydepth.models.base import KV, Shape
 from anydepth.models.config import need, plain_rope, refuse_variants
 from anydepth.models.decoder import Decoder, LayerShape
+from anydepth.ops.linear import linear
 
 
 class Ouro(Decoder):
@@ -70,7 +71,7 @@ class Ouro(Decoder):
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
         """Logits [N, V]; h is already normalised."""
-        return h_Nd @ self.head
+        return linear(h_Nd, self.head)
 
     def slots(self) -> dict[str, Tensor]:
         """Released tensor name -> writable view of this model's weights in the released shape."""

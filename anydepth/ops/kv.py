@@ -11,6 +11,8 @@ request are the same in every plane, so copying between planes moves along the i
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -49,11 +51,19 @@ class KVPool:
         self.data.index_copy_(2, target.view(-1), rows.flatten(2, 3))
 
 
+class Chunk(NamedTuple):
+    """Consecutive positions of one request: how many, the storage of its context up to the last of them (a slice where
+    its pages lie in a row), and the mask [n, T] (None for a single position, which sees all of it)."""
+
+    rows: int
+    storage_T: Tensor | slice
+    mask_nT: Tensor | None
+
+
 class TurnKV:
     """What the rows of one turn write and see: `models.base.KV` over a KVPool. Valid for one call of `segment`.
 
-    Rows [0, B) are decode rows, each over `storage_BT` with `mask_B11T`; then come the rows of each chunk in turn,
-    given as (rows, storage_T, mask_nT).
+    Rows [0, B) are decode rows, each over `storage_BT` with `mask_B11T`; then come the rows of each chunk in turn.
     """
 
     def __init__(
@@ -63,7 +73,7 @@ class TurnKV:
         write_N: Tensor,
         storage_BT: Tensor | None,
         mask_B11T: Tensor | None,
-        chunks: list[tuple[int, Tensor, Tensor]],
+        chunks: list[Chunk],
     ) -> None:
         self._pool, self.positions, self.write_N = pool, positions_N, write_N
         self._storage_BT, self._mask_B11T, self._chunks = storage_BT, mask_B11T, chunks
@@ -82,7 +92,11 @@ class TurnKV:
             )
             parts.append(attend_rows(q_NHD[:done], k, v, self._mask_B11T))
         for rows, storage_T, mask_nT in self._chunks:
-            k, v = (x.index_select(0, storage_T).view(-1, pool.groups, pool.head_dim) for x in (keys, values))
+            if isinstance(storage_T, slice):
+                k, v = keys[storage_T], values[storage_T]
+            else:
+                k, v = keys.index_select(0, storage_T), values.index_select(0, storage_T)
+            k, v = (x.view(-1, pool.groups, pool.head_dim) for x in (k, v))
             parts.append(attend_chunk(q_NHD[done : done + rows], k, v, mask_nT))
             done += rows
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -97,6 +111,7 @@ class KVMap:
         device = pool.data.device
         self.table = torch.zeros(slots, max_positions, dtype=torch.int64, device=device)
         self._arange = torch.arange(max_positions, device=device)
+        self._run: dict[int, int] = {}  # slot -> where its storage begins, if its pages lie in a row
 
     def seat(self, slot: int, pages: tuple[int, ...]) -> None:
         """Give a slot its pages, in the order of positions."""
@@ -104,6 +119,9 @@ class KVMap:
         starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * size
         storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1]]
         self.table[slot, : len(storage)] = storage
+        self._run.pop(slot, None)
+        if pages == tuple(range(pages[0], pages[0] + len(pages))):
+            self._run[slot] = pages[0] * size
 
     def turn(
         self,
@@ -115,7 +133,7 @@ class KVMap:
     ) -> TurnKV:
         """The TurnKV of decode rows (their largest context is `context`) and chunks (slot, start, rows, depth)."""
         storage_BT = mask = None
-        positions, writes, chunk_parts = [], [], []
+        positions, writes = [], []
         if len(slots_B):
             seen = self._arange[:context] <= positions_B.unsqueeze(1)
             offset = self.pool.offset(depth_B).unsqueeze(1)
@@ -127,12 +145,22 @@ class KVMap:
             mask = torch.zeros(seen.shape, dtype=self.pool.data.dtype, device=seen.device)
             mask = mask.masked_fill_(~seen, float("-inf")).unsqueeze(1).unsqueeze(1)
         for slot, start, rows, depth in chunks:
-            end = start + rows
-            storage = self.table[slot, :end] + (depth - 1) * self.pool.positions * (self.pool.planes > 1)
-            positions.append(self._arange[start:end])
-            writes.append(storage[start:])
-            chunk_parts.append((rows, storage, causal_mask(rows, end, self.pool.data.dtype, self.table.device)))
-        return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, chunk_parts)
+            positions.append(self._arange[start : start + rows])
+            writes.append(self.table[slot, start : start + rows] + self._plane(depth))
+        parts = [self._chunk(*chunk) for chunk in chunks]
+        return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, parts)
+
+    def _chunk(self, slot: int, start: int, rows: int, depth: int) -> Chunk:
+        end, plane = start + rows, self._plane(depth)
+        if (run := self._run.get(slot)) is not None:
+            storage: Tensor | slice = slice(run + plane, run + plane + end)
+        else:
+            storage = self.table[slot, :end] + plane
+        mask = causal_mask(rows, end, self.pool.data.dtype, self.table.device) if rows > 1 else None
+        return Chunk(rows, storage, mask)
+
+    def _plane(self, depth: int) -> int:
+        return (depth - 1) * self.pool.positions if self.pool.planes > 1 else 0
 
 
 def _join(parts: list[Tensor]) -> Tensor:

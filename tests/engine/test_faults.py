@@ -95,6 +95,7 @@ class Fault(NamedTuple):
 
 depth_1 = partial(lone, (5, {"max_tokens": 5, "depth": 1}))
 depth_2 = partial(lone, (5, {"max_tokens": 5, "depth": 2}))
+together = partial(lone, (3, {"max_tokens": 4}), (4, {"max_tokens": 4}))
 gated = partial(lone, (5, GATED))
 gated_full = partial(lone, (5, GATED), fill="full")
 tenants = partial(lone, (3, GATED | {"max_tokens": 2}), (7, GATED | {"exit_threshold": 0.9}), max_batch=1)
@@ -114,15 +115,15 @@ FAULTS = {
         KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N - 1)", depth_1
     ),
     "decode rows of all depths write and read plane 1": Fault(
-        KVPool, "offset", "(depth_N - 1) * self.positions", "0 * depth_N", partial(lone, (5, TWO))
+        KVPool, "offset", "(depth_N - 1) * self.positions", "0 * depth_N", together
     ),
     "prompts of all depths write and read plane 1": Fault(
-        KVMap, "turn", "(depth - 1) * self.pool.positions", "0 * depth", partial(lone, (5, TWO))
+        KVMap, "_plane", "(depth - 1) * self.pool.positions", "0 * depth", partial(lone, (5, TWO))
     ),
     "beyond a row's length its pages are read": Fault(
         KVMap, "turn", "torch.where(seen, table, 0)", "table", partial(lone, (9, TWO), (2, TWO))
     ),
-    "a row does not see itself": Fault(KVMap, "turn", "<= positions_B", "< positions_B", partial(lone, (5, TWO))),
+    "a row does not see itself": Fault(KVMap, "turn", "<= positions_B", "< positions_B", together),
     "a chunk's rows see the next one": Fault(
         kv, "causal_mask", "context - rows + 1", "context - rows + 2", partial(lone, (5, ONE))
     ),
@@ -131,9 +132,15 @@ FAULTS = {
         tenants,
     ),
     "values are keys": Fault(TurnKV, "attend", "self.write_N, v_NGD", "self.write_N, k_NGD", partial(lone, (3, ONE))),
-    "query heads read another group's keys": Fault(
-        kv, "attend_rows", "q_BHD.reshape(rows, groups, heads // groups, size)",
-        "q_BHD.reshape(rows, heads // groups, groups, size).transpose(1, 2)", partial(lone, (3, TWO)),
+    "query heads of decode rows read another group's keys": Fault(
+        kv, "attend_rows", "k_BTGD.transpose(1, 2)", "k_BTGD.flip(2).transpose(1, 2)", together
+    ),
+    "query heads of a chunk read another group's keys": Fault(
+        kv, "attend_chunk", "(q_nHD, k_TGD, v_TGD)", "(q_nHD, k_TGD.flip(1), v_TGD)", partial(lone, (3, ONE))
+    ),
+    "a slot's pages still count as a row after the former tenant's did": Fault(
+        KVMap, "seat", "self._run.pop(slot, None)", "pass",
+        partial(lone, (5, ONE), (5, {"max_tokens": 12}), (9, TWO), max_batch=2, page_size=4),
     ),
     "a finished request keeps its pages": Fault(
         Scheduler, "_finish", "self.pages.give_back(sequence.pages)", "pass", partial(lone, (3, ONE))
