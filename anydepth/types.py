@@ -249,3 +249,4 @@ class Request:
     forced: tuple[tuple[int, ...], ...] = ()
     prompt_index: int = 0
     answer_index: int = 0
+    submitted: bool = False  # a Request is used once: its text has been spoken then

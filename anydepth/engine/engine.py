@@ -21,7 +21,7 @@ from anydepth.exits.load import load_policy, policy_name
 from anydepth.models.base import Model
 from anydepth.models.tokenizer import Tokenizer
 from anydepth.ops.fill import load_fill
-from anydepth.types import Chunk, Request, Sampling, Usage, strict_options
+from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
 
 DEFAULT_CONTEXT = 2048  # positions a slot that the default pool provides for
 DEFAULT_POOL_BYTES = 4 << 30  # on a CPU, where untouched pages cost nothing
@@ -152,14 +152,17 @@ class Engine:
         request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id)
         if request.sampling.n != 1:
             raise ValueError(f"n is {request.sampling.n}; submit makes one answer, LLM.generate makes n")
-        if request.id in self.scheduler.running or any(r.id == request.id for r in self.scheduler.waiting):
+        if request.id in self.scheduler.running or request.id in self.scheduler.waiting:
             raise ValueError(f"request id {request.id!r} is in use; give another or abort the first")
+        if request.submitted:
+            raise ValueError(f"request {request.id!r} was submitted before; prepare a new one for another answer")
+        request.submitted = True
         self.scheduler.submit(request)
         return request
 
     def step(self) -> list[Chunk]:
-        """Run one turn and return the tokens that came out of it; [] when idle. If a turn raises, every request under
-        way is aborted, so that the engine can go on with others, and the error goes to the caller."""
+        """Run one turn and return the tokens that came out of it; [] when idle. If a turn raises, the requests that
+        were running end with `error`, those that wait stay, and the error goes to the caller."""
         aborted, self._aborted = self._aborted, []
         self._account(None, aborted)
         if self.scheduler.idle:
@@ -170,8 +173,8 @@ class Engine:
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
-            for request_id in [*self.scheduler.running, *(r.id for r in self.scheduler.waiting)]:
-                self.abort(request_id)
+            for request_id in list(self.scheduler.running):
+                self._drop(request_id, "error")
             raise
         self._account(result.work, chunks)
         return aborted + chunks
@@ -179,8 +182,11 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its
         last Chunk."""
+        return self._drop(request_id, "abort")
+
+    def _drop(self, request_id: str, reason: FinishReason) -> bool:
         sequence = self.scheduler.running.get(request_id)
-        chunk = self.scheduler.abort(request_id)
+        chunk = self.scheduler.abort(request_id, reason)
         if sequence is not None:
             self.runner.vacate(sequence.slot)
         if chunk is not None:

@@ -6,8 +6,6 @@ takes d turns. Entering and leaving ride on a segment's turn.
 
 from __future__ import annotations
 
-from collections import deque
-
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import Plan, Read, Result, Row, Sequence
 from anydepth.types import Chunk, FinishReason, Output, Request, Score, Usage
@@ -32,7 +30,7 @@ class Scheduler:
     ) -> None:
         self.segments, self.pages, self.layered = segments, pages, layered
         self.max_batched_tokens, self.prefill_rows = max_batched_tokens, prefill_rows
-        self.waiting: deque[Request] = deque()
+        self.waiting: dict[str, Request] = {}  # in order of arrival
         self.running: dict[str, Sequence] = {}
         self.turn = 0
         self._slots = list(range(slots - 1, -1, -1))
@@ -47,7 +45,8 @@ class Scheduler:
         return len(request.prompt_ids) + outputs - 1
 
     def submit(self, request: Request) -> None:
-        self.waiting.append(request)
+        assert request.id not in self.waiting and request.id not in self.running
+        self.waiting[request.id] = request
 
     def next(self) -> Plan:
         """The next turn's plan; it stands until `update`. Admits what fits."""
@@ -85,25 +84,23 @@ class Scheduler:
                 sequence.depth += 1
         return chunks
 
-    def abort(self, request_id: str) -> Chunk | None:
+    def abort(self, request_id: str, reason: FinishReason = "abort") -> Chunk | None:
         """Drop a request wherever it stands; the Chunk that says so, or None if it is not known here."""
-        for request in self.waiting:
-            if request.id == request_id:
-                self.waiting.remove(request)
-                return self._finish(Sequence(request, -1, (), 0), "abort", "" if request.text else None)
+        if (request := self.waiting.pop(request_id, None)) is not None:
+            return self._finish(Sequence(request, -1, (), 0), reason, "" if request.text else None)
         sequence = self.running.get(request_id)
         if sequence is None:
             return None
-        return self._finish(sequence, "abort", sequence.request.text.end() if sequence.request.text else None)
+        return self._finish(sequence, reason, sequence.request.text.end() if sequence.request.text else None)
 
     def _admit(self) -> tuple[Sequence, ...]:
         admitted = []
         while self.waiting and self._slots:
-            request = self.waiting[0]
+            request = next(iter(self.waiting.values()))
             needed = self.pages.needed(self.positions_of(request))
             if not self.pages.can_take(needed):
                 break
-            self.waiting.popleft()
+            del self.waiting[request.id]
             as_row = bool(request.forced) or request.sampling.first_token == "policy"
             sequence = Sequence(
                 request,

@@ -191,8 +191,8 @@ FAULTS = {
         partial(test_scheduler.test_no_ready_row_of_a_layered_model_waits_more_than_two_rounds, 4),
     ),
     "small requests overtake large ones": Fault(
-        Scheduler, "_admit", "request = self.waiting[0]",
-        "self.waiting = deque(sorted(self.waiting, key=self.positions_of)); request = self.waiting[0]",
+        Scheduler, "_admit", "request = next(iter(self.waiting.values()))",
+        "request = min(self.waiting.values(), key=self.positions_of)",
         test_scheduler.test_the_first_to_come_is_the_first_admitted,
     ),
     "positions count from one": Fault(
@@ -202,8 +202,8 @@ FAULTS = {
         Scheduler, "next", "if s.depth == segment]", "]", one_after_the_other
     ),
     "an error in a turn leaves requests behind": Fault(
-        Engine, "step", "self.abort(request_id)", "pass",
-        lambda monkeypatch: test_errors.test_an_error_inside_a_turn_aborts_what_was_running("looped", 5, monkeypatch),
+        Engine, "step", 'self._drop(request_id, "error")', "pass",
+        lambda monkeypatch: test_errors.test_an_error_inside_a_turn_ends_what_was_running("looped", 5, monkeypatch),
     ),
     # -- tokens -------------------------------------------------------------------------------------------------------
     "a row's uniform depends on its slot": Fault(

@@ -192,7 +192,7 @@ def test_an_error_in_a_turn_reaches_whoever_stepped_and_ends_the_others(load, mo
     monkeypatch.setattr(llm.checkpoint.model, "segment", fails_once)
     with pytest.raises(RuntimeError, match="out of luck"):
         llm.generate("b")
-    assert [chunk.finish_reason for chunk in first] == ["abort"]
+    assert [chunk.finish_reason for chunk in first] == ["error"]
     assert_nothing_held(llm)
     assert llm.generate("b", ask)[0].finish_reason == "length"
 
