@@ -1,6 +1,7 @@
 """How much of the time that an early exit could save is saved: decode only, against the bound (time_saved_share).
 
-Two models: `nano` with its gate, and a looped model of about 100M random parameters with a replayed trace of depths.
+Two models: `nano` with its gate (turns that carry prompt tokens are left out, so with refill the two arms are compared
+on the turns they happen to have without any), and a looped model of about 100M random parameters with a replayed trace.
 Also the host's share of a turn on `nano`: Engine.step less the model, policy, readout and sampling.
 
     python benchmarks/depth_saves_time.py --out runs/depth_saves_time
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from anydepth.bench.throughput import Cell, matched_work
 from anydepth.engine.engine import Engine
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
-from anydepth.models.nano.questions import questions
+from anydepth.models.nano.questions import Question, questions
 from anydepth.models.ouro import Ouro
 from anydepth.types import Sampling
 
@@ -44,13 +45,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exit-threshold", type=float, default=0.5, help="nano's")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2, help="for the large model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/depth_saves_time"))
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)  # nano's products are too small for more
     checkpoint = load_checkpoint("nano")
-    rows = [time_nano(checkpoint, c, options) for c in (1, 32)]
+    mixed = questions("test", n=128)
+    long = [question for question in questions("test") if question.kind == "why" and question.difficulty >= 5]
+    rows = [
+        time_nano("nano, 8 mixed questions", checkpoint, mixed[:8], 1, options),
+        time_nano("nano, 32 long answers in flight", checkpoint, long[:32], 32, options),
+        time_nano("nano, 128 mixed questions with refill", checkpoint, mixed, 32, options),
+    ]
+    torch.set_num_threads(options.threads)
     rows.append(time_large(options))
     for row in rows:
         print(
@@ -62,9 +70,10 @@ def main() -> None:
     write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
 
-def time_nano(checkpoint: Any, concurrency: int, options: argparse.Namespace) -> dict[str, Any]:
+def time_nano(
+    name: str, checkpoint: Any, asked: Sequence[Question], concurrency: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """nano's gate against never on test questions, and the host's milliseconds a turn."""
-    asked = questions("test", 8 if concurrency == 1 else 128)
     prompts = [checkpoint.tokenizer.encode(question.prompt) for question in asked]
     lengths = [len(checkpoint.tokenizer.encode(question.answer)) for question in asked]
     gate = Sampling(exit_threshold=options.exit_threshold)
@@ -80,14 +89,14 @@ def time_nano(checkpoint: Any, concurrency: int, options: argparse.Namespace) ->
         seed=options.seed,
     )[1]
     host = [host_ms(checkpoint.model, prompts[:concurrency], gate) for _ in range(options.repetitions)]
-    return {"model": "nano", "concurrency": concurrency, **timed.asdict(), "host_ms_per_turn": spread(host)[0]}
+    return {"model": name, "concurrency": concurrency, **timed.asdict(), "host_ms_per_turn": spread(host)[0]}
 
 
 def time_large(options: argparse.Namespace) -> dict[str, Any]:
     """A looped model of about 100M random parameters, depths replayed from a seeded trace, one request at a time."""
     model = random_ouro(LARGE, seed=options.seed)
     draw = random.Random(options.seed)
-    length = 24
+    length = 40
     prompt = [draw.randrange(LARGE["vocab_size"]) for _ in range(16)]
     trace = [4, *(draw.choice((1, 1, 2, 2, 3, 4)) for _ in range(length - 1))]
     cells = [Cell("never", Sampling()), Cell("trace", Sampling(trace=trace))]

@@ -185,12 +185,12 @@ class Runner:
         """Fill the deeper planes of rows that left early; the depths they left at."""
         if not self.fill.copies:
             return ()
-        early = [(i, depth) for i, depth in zip(leaving.rows, leaving.depths, strict=True) if depth < self.segments]
+        early = [j for j, depth in enumerate(leaving.depths) if depth < self.segments]
         if not early:
             return ()
-        rows, depths = zip(*early, strict=True)
-        self.fill.leave(self.pool, write_N[self._index(rows)], self._index(depths))
-        return depths
+        rows, depths = [leaving.rows[j] for j in early], [leaving.depths[j] for j in early]
+        self.fill.leave(self.pool, write_N.index_select(0, self._index(rows)), self._index(depths))
+        return tuple(depths)
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
         """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""

@@ -76,9 +76,9 @@ def thresholds(value: float, bounds: tuple[int, int], segments: int) -> tuple[fl
     return tuple(float("-inf") if d >= high else float("inf") if d < low else value for d in range(1, segments + 1))
 
 
-def at_depth(table_NR: Tensor, depth_N: Tensor) -> Tensor:
-    """Each row's entry for its own depth, [N]."""
-    return table_NR.gather(1, (depth_N - 1).unsqueeze(1)).squeeze(1)
+def at_depth(table_NC: Tensor, depth_N: Tensor) -> Tensor:
+    """Each row's entry in the column of its own depth, [N]; columns count from 0."""
+    return table_NC.gather(1, depth_N.unsqueeze(1)).squeeze(1)
 
 
 def wide(x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from anydepth.types import Sampling
 
 
 class Policy(base.Policy):
-    """State columns: product of (1 - hazard) so far, then one threshold a depth."""
+    """State columns: 0 the product of (1 - hazard) so far, d = 1..R the threshold at depth d."""
 
     name = "gate_cdf"
     needs = "signal"
@@ -39,7 +39,7 @@ class Policy(base.Policy):
 
     def decide(self, state_NS: Tensor, depth_N: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         survive = torch.where(depth_N == 1, 1.0, state_NS[:, 0]) * (1.0 - base.wide(seen).sigmoid().double())
-        leave = 1.0 - survive >= base.at_depth(state_NS[:, 1:], depth_N)
+        leave = 1.0 - survive >= base.at_depth(state_NS, depth_N)
         return leave, torch.cat((survive.unsqueeze(1), state_NS[:, 1:]), 1)
 
 
@@ -67,10 +67,10 @@ class ReleasedArithmetic(Policy):
         hazard = seen.bfloat16().sigmoid()
         remaining = torch.where(first, 1.0, state_NS[:, 0]).bfloat16()
         mass = torch.where(first, 0.0, state_NS[:, 1]).bfloat16() + hazard * remaining
-        leave = mass.double() >= base.at_depth(low, depth_N)
+        leave = mass.double() >= base.at_depth(low, depth_N - 1)
         reference = torch.cat((state_NS[:, 2:3], wide), 1)
         leave_wide, reference = super().decide(reference, depth_N, seen)
-        gone = ~first & (state_NS[:, 1] >= base.at_depth(low, (depth_N - 1).clamp(min=1)))
+        gone = ~first & (state_NS[:, 1] >= base.at_depth(low, (depth_N - 2).clamp(min=0)))
         flips = state_NS[:, 3] + ((leave != leave_wide) & ~gone)
         moved = torch.stack(((remaining * (1 - hazard)).double(), mass.double(), reference[:, 0], flips), 1)
         return leave, torch.cat((moved, state_NS[:, 4:]), 1)

@@ -37,6 +37,10 @@ class KVPool:
             shape.layers, 2, planes * self.positions, self.groups * self.head_dim, dtype=dtype, device=device
         )
         self.data[:, :, :page_size] = 0
+        # Row d: how far each plane lies from plane d. One that is not deeper counts as plane d itself, which is then
+        # written over with its own values.
+        planes_R = torch.arange(planes, device=device)
+        self._deeper = (planes_R - torch.arange(-1, planes, device=device).unsqueeze(1)).clamp(min=0) * self.positions
 
     def offset(self, depth_N: Tensor) -> Tensor:
         """Where the plane of segment `depth` begins."""
@@ -44,11 +48,9 @@ class KVPool:
 
     def copy_deeper(self, storage_N: Tensor, depth_N: Tensor) -> None:
         """Copy each row's K/V of plane `depth`, layer by layer, into every deeper plane."""
-        planes = torch.arange(self.planes, device=storage_N.device)
-        target = (planes - (depth_N - 1).unsqueeze(1)).clamp(min=0) * self.positions + storage_N.unsqueeze(1)
+        target_NR = self._deeper.index_select(0, depth_N) + storage_N.unsqueeze(1)
         rows = self.data.index_select(2, storage_N).unsqueeze(3).expand(-1, -1, -1, self.planes, -1)
-        # A plane not deeper than `depth` stands for `depth` itself: the row is written over with its own values.
-        self.data.index_copy_(2, target.view(-1), rows.flatten(2, 3))
+        self.data.index_copy_(2, target_NR.view(-1), rows.flatten(2, 3))
 
 
 class Chunk(NamedTuple):

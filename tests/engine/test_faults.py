@@ -109,7 +109,8 @@ FAULTS = {
         KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N % self.positions)", depth_2
     ),
     "copies reach the next plane only": Fault(
-        KVPool, "copy_deeper", ".clamp(min=0)", ".clamp(min=0, max=1)", depth_1
+        KVPool, "copy_deeper", "self._deeper.index_select(0, depth_N)",
+        "self._deeper.index_select(0, depth_N).clamp(max=self.positions)", depth_1,
     ),
     "copies are of the neighbouring position": Fault(
         KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N - 1)", depth_1
