@@ -95,6 +95,8 @@ def time_nano(
 def time_large(options: argparse.Namespace) -> dict[str, Any]:
     """A looped model of about 100M random parameters, depths replayed from a seeded trace, one request at a time."""
     model = random_ouro(LARGE, seed=options.seed)
+    parameters = sum(slot.numel() for slot in model.slots().values())
+    model.pack()
     draw = random.Random(options.seed)
     length = 40
     prompt = [draw.randrange(LARGE["vocab_size"]) for _ in range(16)]
@@ -110,7 +112,6 @@ def time_large(options: argparse.Namespace) -> dict[str, Any]:
         decode_only=True,
         seed=options.seed,
     )[1]
-    parameters = sum(slot.numel() for slot in model.slots().values())
     return {"model": f"looped, {parameters / 1e6:.0f}M random", "concurrency": 1, **timed.asdict()}
 
 

@@ -64,6 +64,7 @@ def transformers_twin(checkpoint: Checkpoint) -> Any:
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{key: config[key] for key in keys}))
     theirs.load_state_dict(dict(checkpoint.model.slots()), strict=not config["tie_word_embeddings"])
     theirs.tie_weights()
+    checkpoint.model.pack()
     assert theirs.get_input_embeddings().weight.shape == (shape.vocab, shape.hidden)
     return theirs.eval()
 

@@ -58,5 +58,8 @@ class Model(Protocol):
     def cost(self, part: Part, k: int, context: float) -> Cost:
         """Work of `part` at depth k for a row that attends over `context` positions. Affine in `context`."""
 
+    def pack(self) -> None:
+        """Make the weights ready for many products without gradients; free to do nothing. `slots` undoes it."""
+
     def slots(self) -> Mapping[str, Tensor]:
         """Released tensor name -> writable view of this model's weights in the released shape."""

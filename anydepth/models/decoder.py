@@ -6,14 +6,14 @@ faster than with the released [out, in]. `slots` show them in the released layou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Cost, Part, Shape
-from anydepth.ops.linear import linear
+from anydepth.ops.linear import linear, pack, unpack
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class LayerShape:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, in float32 or wider; the quotient is cast back before the product."""
-    wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return scaled.to(x.dtype) * weight
+    if x.dtype in (torch.float32, torch.float64):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+    return torch.nn.functional.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
 class Rotary:
@@ -76,7 +76,7 @@ class Rotary:
 
 def rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
     """RoPE with the halves convention (pairs are i and i + D/2)."""
-    return x_NHD * cos_N1D + x_NHD.roll(x_NHD.shape[-1] // 2, -1) * sin_N1D
+    return torch.addcmul(x_NHD * cos_N1D, x_NHD.roll(x_NHD.shape[-1] // 2, -1), sin_N1D)
 
 
 class Layer:
@@ -87,11 +87,11 @@ class Layer:
             return torch.empty(*size, dtype=dtype, device=device)
 
         self.shape = shape
-        d, f = shape.hidden, shape.inner
-        self.qkv = empty(d, (shape.heads + 2 * shape.kv_heads) * shape.head_dim)
-        self.o = empty(shape.heads * shape.head_dim, d)
-        self.gate_up = empty(d, 2 * f)
-        self.down = empty(f, d)
+        d, f, attended = shape.hidden, shape.inner, shape.heads * shape.head_dim
+        sizes = ((d, attended + 2 * shape.kv_heads * shape.head_dim), (attended, d), (d, 2 * f), (f, d))
+        # One piece of memory for all four: what one layer lets go of when it is packed is where the next one's fit in.
+        parts = empty(shape.matrix_weights).split([rows * columns for rows, columns in sizes])
+        self.qkv, self.o, self.gate_up, self.down = (part.view(size) for part, size in zip(parts, sizes, strict=True))
         self.norms = [empty(d) for _ in range(4 if shape.sandwich else 2)]
 
     def forward(self, index: int, h_Nd: Tensor, rotary: tuple[Tensor, Tensor], kv: KV) -> Tensor:
@@ -110,8 +110,14 @@ class Layer:
         branch = linear(torch.nn.functional.silu(gate) * up, self.down)
         return h_Nd + (rms_norm(branch, after_mlp, s.eps) if s.sandwich else branch)
 
+    def each_matrix(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the four matrices one after the other."""
+        for name in ("qkv", "o", "gate_up", "down"):
+            setattr(self, name, change(getattr(self, name)))
+
     def slots(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Released names of this layer's tensors with [out, in] views of them."""
+        """Released names of this layer's tensors with [out, in] views of them; packed ones are unpacked first."""
+        self.each_matrix(unpack)
         s = self.shape
         ends = [0, s.heads * s.head_dim, (s.heads + s.kv_heads) * s.head_dim, self.qkv.shape[1]]
         for name, start, end in zip("qkv", ends, ends[1:], strict=False):
@@ -168,8 +174,14 @@ class Decoder:
     def final_norm(self, h_Nd: Tensor) -> Tensor:
         return rms_norm(h_Nd, self.norm, self.eps)
 
+    def pack(self) -> None:
+        """Bring the layers' matrices into the order in which products are fastest; `slots` brings them back."""
+        with torch.no_grad():
+            for layer in self.layers:
+                layer.each_matrix(pack)
+
     def slots(self) -> dict[str, Tensor]:
-        """Released tensor name -> writable view of this model's weights in the released shape."""
+        """Released tensor name -> writable view of this model's weights in the released shape. Undoes `pack`."""
         named = {"model.embed_tokens.weight": self.embedding}
         for index, layer in enumerate(self.layers):
             named.update(layer.slots(f"model.layers.{index}."))

@@ -97,6 +97,8 @@ def load_checkpoint(
     slots = dict(model.slots())
     check_names(weights.shapes, slots, tied=HEAD not in slots, path=place.path)
     fill(slots, weights, path=place.path)
+    del slots  # its views would keep what is packed
+    model.pack()
     return Checkpoint(
         model=model,
         tokenizer=words,

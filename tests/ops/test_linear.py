@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anydepth.ops.linear import LARGE, linear
+from anydepth.ops.linear import LARGE, linear, pack, unpack
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 33])
@@ -34,3 +34,19 @@ def test_float64_stays_float64():
             linear(torch.ones(2, 512, dtype=torch.float64), torch.ones(512, 1536, dtype=torch.float64)).dtype
             == torch.float64
         )
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 33])
+def test_a_packed_weight_gives_the_same_products_and_comes_back_whole(rows):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 512, generator=generator), torch.randn(512, 1536, generator=generator)
+    packed = pack(weight)
+    assert packed.is_mkldnn and pack(packed) is packed
+    with torch.inference_mode():
+        torch.testing.assert_close(linear(x, packed), x @ weight, atol=1e-3, rtol=1e-5)
+    assert torch.equal(unpack(packed), weight) and unpack(weight) is weight
+
+
+@pytest.mark.parametrize("weight", [torch.ones(64, 192), torch.ones(512, 1536, dtype=torch.float64)])
+def test_what_gains_nothing_is_not_packed(weight):
+    assert pack(weight) is weight
