@@ -107,7 +107,8 @@ class Layer:
         branch = linear(mixed.reshape(len(x), -1), self.o)
         h_Nd = h_Nd + (rms_norm(branch, after_attention, s.eps) if s.sandwich else branch)
         gate, up = linear(rms_norm(h_Nd, before_mlp, s.eps), self.gate_up).chunk(2, -1)
-        branch = linear(torch.nn.functional.silu(gate) * up, self.down)
+        gated = torch.nn.functional.silu(gate, inplace=not torch.is_grad_enabled()) * up
+        branch = linear(gated, self.down)
         return h_Nd + (rms_norm(branch, after_mlp, s.eps) if s.sandwich else branch)
 
     def each_matrix(self, change: Callable[[Tensor], Tensor]) -> None:
