@@ -18,6 +18,7 @@ def linear(x_Nd: Tensor, weight_do: Tensor) -> Tensor:
     directly. That call has no gradient; where one is recorded the plain product is used.
     """
     if weight_do.is_mkldnn:
+        assert not (torch.is_grad_enabled() and x_Nd.requires_grad), "a packed weight has no gradient; unpack it first"
         return torch.ops.mkldnn._linear_pointwise(x_Nd, weight_do, None, "none", [], "")
     if x_Nd.dtype == torch.float32 and _suits_onednn(weight_do) and not torch.is_grad_enabled():
         return torch.ops.mkldnn._linear_pointwise(x_Nd, weight_do.t(), None, "none", [], "")

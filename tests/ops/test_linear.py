@@ -50,3 +50,8 @@ def test_a_packed_weight_gives_the_same_products_and_comes_back_whole(rows):
 @pytest.mark.parametrize("weight", [torch.ones(64, 192), torch.ones(512, 1536, dtype=torch.float64)])
 def test_what_gains_nothing_is_not_packed(weight):
     assert pack(weight) is weight
+
+
+def test_a_packed_weight_refuses_to_lose_a_gradient():
+    with pytest.raises(AssertionError, match="unpack"):
+        linear(torch.ones(2, 512, requires_grad=True), pack(torch.ones(512, 1536)))
