@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,9 +19,11 @@ from anydepth.engine.text import TextStream
 from anydepth.exits.base import bounds_of
 from anydepth.exits.load import load_policy, policy_name
 from anydepth.models.base import Model
-from anydepth.models.tokenizer import Tokenizer
 from anydepth.ops.fill import load_fill
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
+
+if TYPE_CHECKING:
+    from anydepth.models.tokenizer import Tokenizer  # its library is not needed to run on token ids
 
 DEFAULT_CONTEXT = 2048  # positions a slot that the default pool provides for
 DEFAULT_POOL_BYTES = 4 << 30  # on a CPU, where untouched pages cost nothing
