@@ -28,7 +28,7 @@ def main() -> None:
     """Entry point: user errors end with one line and exit code 2."""
     try:
         app()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         print(f"anydepth: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -57,7 +57,9 @@ def options(
 
 @app.command()
 def generate(
-    prompt: Annotated[list[str] | None, typer.Argument(help="Prompts; - or none reads standard input.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(help="Prompts; none, or a lone -, reads one from standard input.")
+    ] = None,
     model: Model = "nano",
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
     show_depth: Annotated[bool, typer.Option("--show-depth", help="Colour every token by its depth.")] = False,
@@ -76,7 +78,10 @@ def generate(
     min_depth: Annotated[int, typer.Option(help="Never leave before this segment.")] = 1,
     max_depth: Annotated[int | None, typer.Option(help="Always leave at this segment.")] = None,
     depth: Annotated[int | None, typer.Option(help="Read every token at this depth.")] = None,
-    fill: Annotated[str | None, typer.Option(help="full, last_exited or shared: K/V of skipped depths.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 is best on a busy machine.")] = None,
+    fill: Annotated[
+        str | None, typer.Option(help="full, last_exited (default of looped models) or shared: K/V of skipped depths.")
+    ] = None,
     segments: Annotated[int | None, typer.Option(help="Layered models: layers a segment.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")] = "cpu",
@@ -87,6 +92,11 @@ def generate(
     """Answer prompts, streaming the text."""
     from anydepth.show import stream_answers
     from anydepth.types import Sampling
+
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
 
     sampling = Sampling(
         max_tokens=max_tokens,
@@ -105,7 +115,13 @@ def generate(
         max_depth=max_depth,
         depth=depth,
     )
-    prompts = [sys.stdin.read().rstrip("\n")] if not prompt or prompt == ["-"] else prompt
+    prompts = prompt or ["-"]
+    if "-" in prompts:
+        if len(prompts) > 1:
+            raise ValueError("- stands beside other prompts; give it alone (standard input is one prompt), or none")
+        prompts = [sys.stdin.read().rstrip("\n")]
+        if not prompts[0]:
+            raise ValueError("standard input is empty; give a prompt as an argument or pipe one in")
     options = {
         "fill": fill,
         "segments": segments,

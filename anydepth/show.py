@@ -40,7 +40,7 @@ def stream_answers(
         asked = llm.chat_ids([[{"role": "user", "content": prompt}] for prompt in prompts])
     console = Console(highlight=False, soft_wrap=True)
     segments = llm.checkpoint.model.shape.segments
-    if show_depth:
+    if show_depth and console.is_terminal:
         console.print(_legend(segments))
     several = len(prompts) * sampling.n > 1
     done: list[dict[str, Any]] = []
@@ -81,7 +81,9 @@ def _print_chunk(console: Console, chunk: Chunk, segments: int, show_depth: bool
     if piece:
         shown = show_depth and chunk.depth is not None
         style = depth_style(chunk.depth, segments) if shown else ""  # type: ignore[arg-type]
-        console.print(Text(piece, style=style), end="")
+        # Where there are no colours (a file, a pipe) the depth stands behind the token.
+        mark = f"/{chunk.depth}" if shown and not console.is_terminal else ""
+        console.print(Text(piece + mark, style=style), end="")
     if sampling.logprobs and chunk.logprob is not None:
         console.print(Text(f"[{chunk.logprob:.3f}]", style="dim"), end="")
     sys.stdout.flush()
@@ -89,9 +91,11 @@ def _print_chunk(console: Console, chunk: Chunk, segments: int, show_depth: bool
 
 def _footer(output: Output, several: bool) -> Text:
     usage = output.usage
-    mean = usage.segments_read / usage.decode_tokens if usage.decode_tokens else 0.0
+    # The first token is read off the prompt's full-depth prefill and is not counted.
+    mean = f", mean depth {usage.segments_read / usage.decode_tokens:.2f}" if usage.decode_tokens else ""
+    tokens = f"{usage.output_tokens} token{'s' * (usage.output_tokens != 1)}"
     name = f"prompt {output.prompt_index}, answer {output.answer_index}: " if several else ""
-    return Text(f"\n[{name}{usage.output_tokens} tokens, mean depth {mean:.2f}, {output.finish_reason}]", style="dim")
+    return Text(f"\n[{name}{tokens}{mean}, {output.finish_reason}]", style="dim")
 
 
 def _legend(segments: int) -> Text:

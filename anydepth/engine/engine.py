@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +81,7 @@ class Engine:
         )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
+        self._stepping, self._to_abort = False, list[str]()
         self._policies: dict[str, Any] = {}
         self._ids = itertools.count()
         self._usage, self._ends, self._peak_pages = Usage(), Counter[str](), 0
@@ -145,6 +146,8 @@ class Engine:
         )
         self._check_trace(request)
         self._check_pool(request)
+        if ":" in name:
+            self._check_planned(request)
         return request
 
     def submit(
@@ -169,6 +172,7 @@ class Engine:
         self._account(None, aborted)
         if self.scheduler.idle:
             return aborted
+        self._stepping = True
         try:
             plan = self.scheduler.next()
             self._peak_pages = max(self._peak_pages, self.pages.in_use)
@@ -178,12 +182,19 @@ class Engine:
             for request_id in list(self.scheduler.running):
                 self._drop(request_id, "error")
             raise
+        finally:
+            self._stepping = False
+            while self._to_abort:
+                self._drop(self._to_abort.pop(), "abort")
         self._account(result.work, chunks)
         return aborted + chunks
 
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its
         last Chunk."""
+        if self._stepping:  # a stream that the garbage collector closes can ask in the middle of a turn
+            self._to_abort.append(request_id)
+            return request_id in self.scheduler.running or request_id in self.scheduler.waiting
         return self._drop(request_id, "abort")
 
     def _drop(self, request_id: str, reason: FinishReason) -> bool:
@@ -237,8 +248,10 @@ class Engine:
 
     def _check_ids(self, what: str, ids: Sequence[int]) -> None:
         vocab = self.model.shape.vocab
-        if isinstance(ids, str | bytes) or not isinstance(ids, Collection):
-            raise ValueError(f"the {what} is {ids!r}; allowed: a string or a list of token ids")
+        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
+            raise ValueError(
+                f"the {what} is {ids!r}; allowed: a string or a list of token ids (of an array, .tolist())"
+            )
         if len(ids) == 0:
             raise ValueError(f"the {what} is empty; give at least one token")
         for at, token in enumerate(ids):
@@ -253,6 +266,22 @@ class Engine:
                 f"trace has {len(trace)} depths, but the request may produce {outputs} tokens; give one "
                 f"depth for each, or lower max_tokens"
             )
+
+    def _check_planned(self, request: Request) -> None:
+        """An own policy's planned depths: a wrong one would read a state that is not there."""
+        low, high = request.bounds
+        for index in range(max(map(len, request.forced)) if request.forced else request.max_tokens):
+            depth = request.policy.planned(request.sampling, index, self.model.shape.segments)
+            if depth is None and getattr(request.policy, "needs", None) == "nothing":
+                raise ValueError(
+                    f"exit_policy {request.policy.name!r} plans no depth for output {index} and needs "
+                    f"nothing to decide by; give it one of them"
+                )
+            if depth is not None and not low <= depth <= high:
+                raise ValueError(
+                    f"exit_policy {request.policy.name!r} plans depth {depth} for output {index}; "
+                    f"allowed: {low} .. {high}"
+                )
 
     def _check_pool(self, request: Request) -> None:
         positions = self.scheduler.positions_of(request)

@@ -25,6 +25,8 @@ class LLM:
     the list of exit layers. kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
     tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
 
+    One thread at a time: several streams may be open and interleaved, but not stepped from several threads.
+
     Example: LLM("nano").generate("Ann has 5 . Bob has 3 more than Ann . How many has Bob ?")[0].text
     """
 
@@ -134,7 +136,11 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, *, streaming: bool
     ) -> list[Request]:
         prompts = _listed(prompts)
-        each = [sampling or Sampling()] * len(prompts) if not isinstance(sampling, Sequence) else list(sampling)
+        each = (
+            list(sampling)
+            if isinstance(sampling, Sequence)
+            else [Sampling() if sampling is None else sampling] * len(prompts)
+        )
         if len(each) != len(prompts):
             raise ValueError(f"{len(each)} Samplings for {len(prompts)} prompts; give one, or one a prompt")
         requests = []

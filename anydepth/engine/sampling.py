@@ -125,7 +125,7 @@ class Sampler:
         token[at_forced] = self._index(_target(sequences[j]) for j in forced)
         if drawn:
             self._draw(sequences, drawn, logits_LV, token, logprob)
-        raw = [j for j in reported if sequences[j].logprobs_mode != "processed"]
+        raw = [j for j in reported if sequences[j].request.forced or sequences[j].logprobs_mode != "processed"]
         if logprob is not None and raw:
             at = self._index(raw)
             logprob[at] = raw_logprobs(logits_LV[at], token[at])

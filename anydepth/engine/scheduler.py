@@ -172,9 +172,9 @@ class Scheduler:
         if token in request.stop_ids:
             return "stop", text.end()
         piece = text.push(token)
-        if text.stopped:
-            return "stop", piece
-        return ("length", piece + text.end()) if full else (None, piece)
+        if full and not text.stopped:
+            piece += text.end()
+        return "stop" if text.stopped else "length" if full else None, piece
 
     def _scored(self, sequence: Sequence, read: Read) -> Chunk:
         """A teacher-forced token. After a continuation's last one the next begins at the same prefilled context."""

@@ -31,7 +31,8 @@ class TextStream:
             return ""
         fresh = self._fresh()
         if fresh.endswith(_INCOMPLETE):
-            return ""
+            certain = self._held + fresh.rstrip(_INCOMPLETE)
+            return self._deliver(certain, final=False) if any(stop in certain for stop in self._stop) else ""
         if fresh:  # ids without a text of their own join nothing: the window keeps beginning before them
             self._anchor = self._done
         self._done = len(self._ids)

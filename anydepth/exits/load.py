@@ -57,4 +57,4 @@ def policy_name(sampling: Sampling) -> str:
         owner = {"fixed": "depth", "trace": "trace", "gate_cdf": "exit_threshold"}
         asked = [f"exit_policy={named!r}"] * (named is not None) + [f"{owner[n]}=" for n in implied]
         raise ValueError(f"{' and '.join(asked)} contradict each other; give one way to choose the depth")
-    return named or (implied[0] if implied else "never")
+    return named if named is not None else (implied[0] if implied else "never")

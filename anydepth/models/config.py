@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,21 @@ def need(config: Mapping[str, Any], key: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"config has {key} = {value!r}; a positive whole number is needed")
     return value
+
+
+def optional(config: Mapping[str, Any], key: str, default: int) -> int:
+    """A positive whole number that the config may leave out."""
+    return default if config.get(key) is None else need(config, key)
+
+
+def positive(config: Mapping[str, Any], key: str, default: float) -> float:
+    """A finite number above 0 that the config may leave out."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"config has {key} = {value!r}; a number above 0 is needed")
+    return float(value)
 
 
 def refuse_variants(config: Mapping[str, Any]) -> None:
@@ -30,13 +46,19 @@ def refuse_variants(config: Mapping[str, Any]) -> None:
             raise ValueError(f"config has {key} = {value!r}; allowed: {allowed!r}")
 
 
-def plain_rope(config: Mapping[str, Any]) -> float:
-    """RoPE's theta, where no scaling is allowed."""
-    scaling = config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind != "default":
-        raise ValueError(f"rope_scaling of type {kind!r} is not supported here; allowed: none")
-    return float((config.get("rope_parameters") or {}).get("rope_theta", config.get("rope_theta", 10000.0)))
+def rope_settings(config: Mapping[str, Any], *, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """`rope_parameters` and `rope_scaling` joined, with `rope_type` and `rope_theta`; ValueError for other kinds."""
+    joined: dict[str, Any] = {"rope_theta": config.get("rope_theta")}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key) or {}
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config has {key} = {value!r}; an object or null is needed")
+        joined |= {name: entry for name, entry in value.items() if entry is not None}
+    joined["rope_type"] = joined.get("rope_type", joined.get("type", "default"))
+    joined["rope_theta"] = positive(joined, "rope_theta", 10000.0)
+    if joined["rope_type"] not in kinds:
+        raise ValueError(f"config asks for RoPE of type {joined['rope_type']!r}; allowed: {', '.join(kinds)}")
+    return joined
 
 
 def read_json(path: Path, *, needed: bool = False) -> dict[str, Any]:

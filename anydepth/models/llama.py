@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Shape
-from anydepth.models.config import need, refuse_variants
+from anydepth.models.config import need, optional, positive, refuse_variants, rope_settings
 from anydepth.models.decoder import Decoder, LayerShape
 from anydepth.ops.linear import linear
 
@@ -37,9 +37,9 @@ class Llama(Decoder):
             hidden=need(config, "hidden_size"),
             inner=need(config, "intermediate_size"),
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
-            eps=config.get("rms_norm_eps", 1e-6),
+            kv_heads=optional(config, "num_key_value_heads", heads),
+            head_dim=optional(config, "head_dim", need(config, "hidden_size") // heads),
+            eps=positive(config, "rms_norm_eps", 1e-6),
             sandwich=False,
         )
         split = split_layers(layers, segments)
@@ -100,17 +100,18 @@ def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[ran
 
 def rope(config: Mapping[str, Any], head_dim: int) -> tuple[float, Tensor | None]:
     """(theta, per-frequency divisors or None) from `rope_theta` and `rope_scaling` (llama3 and none)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", 10000.0)))
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    parameters = rope_settings(config, kinds=("default", "llama3", "factors"))
+    theta, kind = parameters["rope_theta"], parameters["rope_type"]
     if kind == "default":
         return theta, None
     if kind == "factors":  # GGUF stores the divisors themselves
+        if not isinstance(parameters.get("factors"), Tensor):
+            raise ValueError("RoPE of type 'factors' comes with GGUF files only; allowed: 'default', 'llama3'")
         return theta, parameters["factors"]
-    if kind != "llama3":
-        raise ValueError(f"rope_scaling of type {kind!r} is not supported; allowed: 'default', 'llama3'")
-    factor, low, high = (float(parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    old = float(parameters["original_max_position_embeddings"])
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, old = (positive(parameters, key, 0.0) for key in keys)
+    if not min(factor, low, high, old):
+        raise ValueError(f"RoPE of type 'llama3' needs {', '.join(keys)}; the config has {sorted(parameters)}")
     # Llama 3.1: wavelengths longer than old/low are slowed by `factor`, shorter than old/high kept, between blended.
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     wavelengths = 2 * math.pi / frequencies

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Shape
-from anydepth.models.config import need, plain_rope, refuse_variants
+from anydepth.models.config import need, optional, positive, refuse_variants, rope_settings
 from anydepth.models.decoder import Decoder, LayerShape
 from anydepth.ops.linear import linear
 
@@ -32,9 +32,9 @@ class Ouro(Decoder):
             hidden=need(config, "hidden_size"),
             inner=need(config, "intermediate_size"),
             heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or need(config, "hidden_size") // heads,
-            eps=config.get("rms_norm_eps", 1e-6),
+            kv_heads=optional(config, "num_key_value_heads", heads),
+            head_dim=optional(config, "head_dim", need(config, "hidden_size") // heads),
+            eps=positive(config, "rms_norm_eps", 1e-6),
             sandwich=True,
         )
         loops = need(config, "total_ut_steps")
@@ -53,7 +53,7 @@ class Ouro(Decoder):
         super().__init__(
             shape,
             layer,
-            theta=plain_rope(config),
+            theta=rope_settings(config, kinds=("default",))["rope_theta"],
             tied=bool(config.get("tie_word_embeddings", False)),
             dtype=dtype,
             device=device,

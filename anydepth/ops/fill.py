@@ -74,6 +74,6 @@ def load_fill(name: str | None, shape: Shape) -> Fill:
     if name is None:
         name = LastExited.name if shape.shared_weights else Full.name
     if name not in FILLS:
-        raise unknown("fill", name, FILLS)
+        raise unknown("fill", str(name), FILLS)
     FILLS[name].check(shape)
     return FILLS[name]

@@ -15,6 +15,7 @@ from anydepth.engine.engine import Engine
 from anydepth.types import Sampling
 from tests.equality import assert_campaign
 from tests.helpers import assert_lone_runs, drain_scores, score_verdicts, twins, verdicts
+from tests.reference import score
 
 VOCABULARY = 61
 LOOPED = {
@@ -222,3 +223,16 @@ def test_never_scores_as_one_dense_pass(name, fill):
     engine = Engine(pair[0], fill=fill)
     (score,) = drain_scores(engine, [engine.prepare(context, Sampling(), forced=[target], id="it")])["it"]
     assert score.logprobs == pytest.approx(dense, abs=1e-9)
+
+
+@pytest.mark.parametrize("mode", [None, "raw", "processed"])
+def test_scores_are_raw_whatever_the_sampling_says(mode):
+    """A temperature or processed logprobs of the settings have no say in a log-likelihood."""
+    model, reference = twins(seed=4)
+    engine = Engine(model)
+    request = engine.submit(engine.prepare([5, 6, 7], Sampling(temperature=1.0, logprobs=mode), forced=[[8, 9]]))
+    scores = [chunk.score for _ in range(40) for chunk in engine.step() if chunk.score]
+    assert scores[0].logprobs == pytest.approx(
+        score(reference, [5, 6, 7], [8, 9], fill="last_exited").logprobs, abs=1e-9
+    )
+    assert request.submitted

@@ -290,3 +290,31 @@ def test_a_request_is_submitted_once():
     with pytest.raises(ValueError, match="submitted before"):
         engine.submit(request)
     assert engine.idle
+
+
+def test_an_abort_in_the_middle_of_a_turn_waits_for_its_end(monkeypatch):
+    """As when the garbage collector closes a forgotten stream while somebody else steps."""
+    model, reference = twins(seed=3)
+    engine = poison(Engine(model, page_size=4))
+    engine.submit(PROMPT, Sampling(max_tokens=6), id="forgotten")
+    engine.submit(PROMPT, Sampling(max_tokens=6), id="kept")
+    cut = engine.scheduler._cut_chunks
+
+    def closes():
+        engine.abort("forgotten")
+        cut()
+
+    monkeypatch.setattr(engine.scheduler, "_cut_chunks", closes)
+    ends = {}
+    while not engine.idle:
+        ends |= {chunk.request_id: chunk.output for chunk in engine.step() if chunk.output}
+    assert ends["forgotten"].finish_reason == "abort"
+    assert (
+        list(ends["kept"].token_ids) == expected(reference, (PROMPT, {"max_tokens": 6}), fill="last_exited").token_ids
+    )
+
+
+@pytest.mark.parametrize("sampling", [{}, 0, {"a": 1}])
+def test_what_is_no_sampling_is_refused(sampling):
+    with pytest.raises(ValueError, match="allowed: a Sampling"):
+        Engine(twins(seed=3)[0]).prepare(PROMPT, sampling)

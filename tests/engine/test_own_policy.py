@@ -51,3 +51,10 @@ def test_tallies_are_in_the_stats_and_outlive_their_requests():
         engine.work = []
         drain(engine, [engine.prepare([1, 2, 3], ask)])
         assert engine.stats()["rounds_asked"] == times * sum(turn.signal_rows for turn in engine.work) > 0
+
+
+@pytest.mark.parametrize(("name", "said"), [("TooDeep", "plans depth 9"), ("Undecided", "plans no depth")])
+def test_a_plan_that_cannot_be_followed_is_refused_at_admission(name, said):
+    engine = Engine(twins(seed=3)[0])
+    with pytest.raises(ValueError, match=said):
+        engine.prepare([1, 2, 3], Sampling(exit_policy=f"tests.exits.own:{name}"))

@@ -176,3 +176,19 @@ def test_decoding_a_long_answer_takes_a_window_at_a_time():
     rng = Random(0)
     stream(decode, [rng.randrange(99) for _ in range(500)])
     assert longest <= 3
+
+
+def test_a_stop_string_before_half_a_character_is_found_at_once():
+    """`llo ` is complete although the same token begins a character that is not."""
+    encoded = [b"he", b"llo \xf0\x9f", b"\x91", b"\xa9"]
+    text = TextStream(lambda ids: b"".join(encoded[i] for i in ids).decode(errors="replace"), ["llo "])
+    assert text.push(0) == "he"
+    assert text.push(1) == "" and text.stopped and text.text == "he"
+
+
+def test_a_stop_string_that_only_the_end_completes_still_stops():
+    text = TextStream(joined(["al", "be", "\ufffd"]), ["be\ufffd"])
+    assert text.push(0) + text.push(1) == "al"
+    text.push(2)
+    text.end()
+    assert text.stopped and text.text == "al"

@@ -35,3 +35,18 @@ class Positive(base.Policy):
 
     def decide(self, state_NS, depth_N, seen):
         return seen.mean(-1).abs() >= SIZE, torch.add(state_NS, 1)
+
+
+class TooDeep(base.Policy):
+    """Plans a depth that no model here has."""
+
+    name = "too_deep"
+
+    def planned(self, sampling, index, segments):
+        return 9
+
+
+class Undecided(base.Policy):
+    """Neither plans a depth nor asks to see anything."""
+
+    name = "undecided"

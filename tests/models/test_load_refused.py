@@ -216,3 +216,26 @@ def test_a_header_of_640_bytes_is_no_pickle(tmp_path):
     file.write_bytes(padded.to_bytes(8, "little") + header + whole[8 + length :])
     assert file.read_bytes()[0] == 0x80
     assert_loaded(load_checkpoint(tmp_path), weights)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_parameters": {"rope_theta": 10000.0}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        {"rope_scaling": {"rope_type": "factors", "factors": [1.0]}},
+        {"rope_scaling": [1]},
+        {"rope_theta": 0},
+        {"rms_norm_eps": "4"},
+        {"rms_norm_eps": -1},
+        {"num_key_value_heads": 1.5},
+        {"head_dim": "4"},
+    ],
+)
+def test_a_config_that_is_not_computed_as_written_is_refused(tmp_path, changes):
+    write_folder(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ValueError, match=r"config|RoPE"):
+        load_checkpoint(tmp_path)
