@@ -42,6 +42,7 @@ def stream_answers(
     segments = llm.checkpoint.model.shape.segments
     if show_depth and console.is_terminal:
         console.print(_legend(segments))
+    _warn_of_unknown(llm, asked)
     several = len(prompts) * sampling.n > 1
     done: list[dict[str, Any]] = []
     held: dict[str, list[Chunk]] = {}
@@ -51,6 +52,15 @@ def stream_answers(
         if chunk.request_id == next(iter(held)):
             _flush(console, held, segments, show_depth, sampling, several, done)
     return done
+
+
+def _warn_of_unknown(llm: LLM, prompts: Sequence[Any]) -> None:
+    """A word-level model answers anything; say so when it has never seen the words."""
+    unknown_id = llm.tokenizer.id_of("<unk>") if llm.tokenizer else None
+    for prompt in prompts:
+        ids = llm.engine.prompt_ids(prompt)
+        if count := sum(token == unknown_id for token in ids):
+            print(f"anydepth: {count} of {len(ids)} prompt tokens are unknown to this model", file=sys.stderr)
 
 
 def _flush(

@@ -66,7 +66,9 @@ def train_loop(
         # Or a kill before the first save would bring the old run back.
         (out / "state.pt").unlink(missing_ok=True)
     # Fails here, before a second process starts, where the state cannot be continued.
-    Trainer(job)
+    progress = Trainer(job).progress
+    if progress.tokens:
+        report(f"going on from phase {progress.phase}, step {progress.step}")
     with_peers(_run, job, processes=processes, report=report)
     return out
 
