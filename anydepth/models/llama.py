@@ -80,6 +80,12 @@ class Llama(Decoder):
 
 def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[range, ...]:
     """Layer ranges of the segments. split_layers(30, 10) == split_layers(30, [10, 20, 30])."""
+    whole = isinstance(segments, int) and not isinstance(segments, bool)
+    listed = isinstance(segments, Sequence) and not isinstance(segments, str) and all(type(s) is int for s in segments)
+    if segments is not None and not whole and not (listed and segments):
+        raise ValueError(
+            f"segments is {segments!r}; allowed: a whole number (layers a segment) or a list of exit layers"
+        )
     if segments is None:
         exits = [layers]
     elif isinstance(segments, int):

@@ -239,3 +239,10 @@ def test_a_config_that_is_not_computed_as_written_is_refused(tmp_path, changes):
     (tmp_path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=r"config|RoPE"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("segments", [1.5, "2", [1.5, 2], True, [], 0, 3])
+def test_segments_that_split_nothing_are_refused(tmp_path, segments):
+    write_folder(tmp_path)
+    with pytest.raises(ValueError, match="segments"):
+        load_checkpoint(tmp_path, segments=segments)
