@@ -57,14 +57,14 @@ class Runner:
         h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
 
         h_Bd = h_Nd[: len(decode)]
-        if decode:
-            self.h_Sd.index_copy_(0, slots_B, h_Bd)
         asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             leaving = self._leave_full(decode, decided, slots_B, depth_B, h_Bd)
         else:
             leaving = self._leave_early(decode, decided, h_Bd)
+        if len(leaving.rows) < len(decode):  # rows that leave carry on with an embedding instead
+            self.h_Sd.index_copy_(0, slots_B, h_Bd)
         copies = self._fill(leaving, kv.write_N)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
         return Result(reads, _work(plan, decode, prefill, len(asked), len(reads), copies))
