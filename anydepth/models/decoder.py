@@ -6,13 +6,15 @@ faster than with the released [out, in]. `slots` show them in the released layou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Cost, Part, Shape
+from anydepth.models.config import need, optional, positive
 from anydepth.ops.linear import linear, pack, unpack
 
 
@@ -27,6 +29,20 @@ class LayerShape:
     head_dim: int
     eps: float
     sandwich: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], *, sandwich: bool) -> LayerShape:
+        """From the keys of a released config; ValueError for one that is missing or no such number."""
+        hidden, heads = need(config, "hidden_size"), need(config, "num_attention_heads")
+        return cls(
+            hidden=hidden,
+            inner=need(config, "intermediate_size"),
+            heads=heads,
+            kv_heads=optional(config, "num_key_value_heads", heads),
+            head_dim=optional(config, "head_dim", hidden // heads),
+            eps=positive(config, "rms_norm_eps", 1e-6),
+            sandwich=sandwich,
+        )
 
     @property
     def matrix_weights(self) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.base import KV, Shape
-from anydepth.models.config import need, optional, positive, refuse_variants, rope_settings
+from anydepth.models.config import need, positive, refuse_variants, rope_settings
 from anydepth.models.decoder import Decoder, LayerShape
 from anydepth.ops.linear import linear
 
@@ -32,23 +32,15 @@ class Llama(Decoder):
         segments: int | Sequence[int] | None = None,
     ) -> None:
         refuse_variants(config)
-        layers, heads = need(config, "num_hidden_layers"), need(config, "num_attention_heads")
-        layer = LayerShape(
-            hidden=need(config, "hidden_size"),
-            inner=need(config, "intermediate_size"),
-            heads=heads,
-            kv_heads=optional(config, "num_key_value_heads", heads),
-            head_dim=optional(config, "head_dim", need(config, "hidden_size") // heads),
-            eps=positive(config, "rms_norm_eps", 1e-6),
-            sandwich=False,
-        )
+        layers = need(config, "num_hidden_layers")
+        layer = LayerShape.from_config(config, sandwich=False)
         split = split_layers(layers, segments)
         shape = Shape(
             segments=len(split),
             segment_layers=split,
             shared_weights=False,
             hidden=layer.hidden,
-            heads=heads,
+            heads=layer.heads,
             kv_heads=layer.kv_heads,
             head_dim=layer.head_dim,
             vocab=need(config, "vocab_size"),
