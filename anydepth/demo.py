@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from anydepth.eval import plot, report
 from anydepth.eval.arms import Arm
+from anydepth.eval.backends.base import Backend
 from anydepth.eval.run import provenance_of, question_ids_hash, run, token_pieces
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.models.nano.questions import KINDS, question_text
@@ -51,18 +52,20 @@ def demo(
     Raises ValueError for a model without a gate and for an `out` that holds another Record.
     """
     from anydepth.engine.llm import LLM
+    from anydepth.eval.backends.engine import EngineBackend
 
     start, folder = time.perf_counter(), Path(out)
     task = load_task("nano")
     asked = task.select(limit=questions)
     llm = LLM(model, max_batch=CONCURRENCY)
+    backend = EngineBackend(llm)
     if not llm.engine.model.shape.has_gate:
         raise ValueError(f"model {model} has no exit gate, whose thresholds the demo sweeps; give nano or nano-plain")
     arms = sweep(llm.engine.model.shape.segments, thresholds)
     with (
         one_thread(),
         bar(len(arms) * len(asked), shown=progress) as (tell, advance),
-        open_study(folder, arms, task=task, asked=asked, llm=llm) as writer,
+        open_study(folder, arms, task=task, asked=asked, backend=backend) as writer,
     ):
         records = []
         for arm in arms:
@@ -71,7 +74,7 @@ def demo(
                 run(
                     arm,
                     task=task,
-                    llm=llm,
+                    backend=backend,
                     out=folder / "records" / arm.name,
                     questions=asked,
                     threads=1,
@@ -133,7 +136,9 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence[Question], llm: LLM) -> RecordWriter:
+def open_study(
+    folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence[Question], backend: Backend
+) -> RecordWriter:
     """The study's Record: the one that was interrupted, where it is of the same run, else a new one.
 
     Samples of a study are written in one go at its end, so an unfinished one with samples is begun anew too.
@@ -141,7 +146,7 @@ def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence
     settings = {
         "study": "demo",
         "task": task.name,
-        "model": llm.checkpoint.name,
+        "model": backend.model_name,
         "questions": len(asked),
         "question_ids_sha256": question_ids_hash(asked),
         "arms": [arm.name for arm in arms],
@@ -158,7 +163,7 @@ def open_study(folder: Path, arms: Sequence[Arm], *, task: Task, asked: Sequence
             kind="study",
             settings_used=settings,
             settings_passed={},
-            provenance=provenance_of(task, llm, seed=0, threads=1),
+            provenance=provenance_of(task, backend, asked, seed=0, threads=1),
         )
 
     if (folder / HEADER).exists():
@@ -192,7 +197,7 @@ def throughput(
     found = matched_work(
         llm.engine.model,
         cells,
-        [llm.engine.prompt_ids(question.prompt) for question in timed],
+        [llm.engine.prompt_ids(str(question.prompt)) for question in timed],
         [lengths[question.id] for question in timed],
         concurrency=CONCURRENCY,
         repetitions=REPETITIONS,
@@ -219,7 +224,7 @@ def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> l
                 title=f"Difficulty {difficulty}",
                 asked=question_text(question.data),
                 gold=question.gold,
-                context=question.prompt.removesuffix(question_text(question.data)),
+                context=str(question.prompt).removesuffix(question_text(question.data)),
                 answers=tuple(
                     report.answer(samples[arm][question.id], label=label, pieces=pieces, stop_ids=stop_ids)
                     for arm, label in labels.items()

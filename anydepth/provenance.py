@@ -33,7 +33,7 @@ def provenance(
     return {
         "anydepth": source(),
         "python": platform.python_version(),
-        "packages": {name: _installed(name) for name in packages},
+        "packages": package_versions(packages),
         "os": platform.platform(),
         "cpu": _cpu(),
         "threads": threads,
@@ -58,6 +58,11 @@ def source(folder: Path = SOURCE) -> dict[str, Any]:
     if commit is None:
         return {**version_, "commit": None, "dirty": None}
     return {**version_, "commit": commit, "dirty": _git(folder, "status", "--porcelain", "--", ".") != ""}
+
+
+def package_versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
+    """Installed versions, None for what is not installed."""
+    return {name: _installed(name) for name in packages}
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from anydepth.engine.llm import LLM
 from anydepth.eval.arms import Arm
+from anydepth.eval.backends.engine import EngineBackend
 from anydepth.eval.run import run
 from anydepth.eval.task import load_task
 from anydepth.models.nano import questions as nano
@@ -71,7 +72,15 @@ def ask(llm: LLM, arm: Arm, split: str, out: Path) -> Record:
     task = load_task("nano")
     questions = task.select(split=split)
     print(f"{out.name} {split} {arm.name}", flush=True)
-    return run(arm, task=task, llm=llm, out=out / split / arm.name, questions=questions, threads=1, concurrency=64)
+    return run(
+        arm,
+        task=task,
+        backend=EngineBackend(llm),
+        out=out / split / arm.name,
+        questions=questions,
+        threads=1,
+        concurrency=64,
+    )
 
 
 def choose(records: dict[tuple[str, str], Record], fill: str) -> tuple[str, bool]:

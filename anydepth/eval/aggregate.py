@@ -14,14 +14,16 @@ def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
     """Accuracy, lengths, depths and segments of an arm, over all samples and by group.
 
     Depths count decode tokens only: an answer's first token comes from the prompt's prefill, which runs at full depth.
-    Tokens a question include it. Shares are in 0..1, None where there is nothing to divide by. `depth_by_level` is the
-    mean depth of the tokens that take so many steps of work, where the task marks them.
+    Tokens a question include it. Shares are in 0..1, None where there is nothing to divide by. `by_extractor` has the
+    accuracy by each of several extractors. `depth_by_level` is the mean depth of the tokens that take so many steps of
+    work, where the task marks them.
     """
     groups = sorted({sample["group"] for sample in samples if sample["group"] is not None}, key=_order)
     return {
         **_summary(samples),
         "unscored": sum(sample["score"] is None for sample in samples),
         "unparseable": sum(next(iter(sample["prediction"].values()), "") is None for sample in samples),
+        "by_extractor": _by_extractor(samples),
         "length_stops": sum(sample["finish_reason"] == "length" for sample in samples),
         "depth_histogram": _histogram(samples),
         "segments_read_per_question": _mean(sample["segments_read"] for sample in samples),
@@ -32,22 +34,51 @@ def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def decode_depths(sample: Sample) -> list[int]:
-    """Readout depths of the decode tokens: all of them but, as a rule, the first."""
+    """Readout depths of the decode tokens: all of them but, as a rule, the first. Of choices that were scored, the
+    depths of every continuation's tokens."""
+    if "choices" in sample:
+        return [depth for choice in sample["choices"] for depth in choice["depths"]]
     depths: list[int] = sample["depths"]
     return depths[len(depths) - sample["decode_tokens"] :]
 
 
+def accuracy(scores: Sequence[tuple[str, float]]) -> dict[str, Any]:
+    """Mean of (question id, score) with its 95 % interval: Wilson's, or the clustered one where questions come more
+    than once."""
+    by_question: dict[str, list[float]] = {}
+    for id, score in scores:
+        by_question.setdefault(id, []).append(score)
+    if not scores:
+        low, high = None, None
+    elif len(by_question) == len(scores):
+        low, high = wilson(sum(score for _, score in scores), len(scores))
+    elif len(by_question) > 1:
+        from anydepth.stats import clustered_mean
+
+        low, high = clustered_mean(list(by_question.values())).interval
+        low, high = max(0.0, low), min(1.0, high)
+    else:
+        low, high = 0.0, 1.0  # the answers to one question say nothing of others
+    return {"accuracy": _mean(score for _, score in scores), "low": low, "high": high}
+
+
 def _summary(samples: Sequence[Sample]) -> dict[str, Any]:
-    scores = [sample["score"] for sample in samples if sample["score"] is not None]
-    low, high = wilson(sum(scores), len(scores)) if scores else (None, None)
     return {
         "n": len(samples),
-        "accuracy": _mean(scores),
-        "low": low,
-        "high": high,
+        **accuracy([(sample["id"], sample["score"]) for sample in samples if sample["score"] is not None]),
         "mean_depth": _mean(depth for sample in samples for depth in decode_depths(sample)),
         "tokens_per_question": _mean(len(sample["output_ids"]) for sample in samples),
     }
+
+
+def _by_extractor(samples: Sequence[Sample]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for sample in samples for name in sample.get("scores", {})))
+    found = {}
+    for name in names:
+        marked = [sample for sample in samples if name in sample.get("scores", {})]
+        unread = sum(sample["prediction"].get(name) is None for sample in marked)
+        found[name] = {**accuracy([(sample["id"], sample["scores"][name]) for sample in marked]), "unparseable": unread}
+    return found
 
 
 def _histogram(samples: Sequence[Sample]) -> dict[str, int]:
@@ -59,7 +90,7 @@ def _by_level(samples: Sequence[Sample]) -> dict[str, Mapping[str, Any]]:
     found: dict[int, list[int]] = {}
     for sample in samples:
         decoded = decode_depths(sample)
-        levels = (sample["levels"] or [])[len(sample["depths"]) - len(decoded) :]
+        levels = (sample.get("levels") or [])[len(sample["depths"]) - len(decoded) :]
         for level, depth in zip(levels, decoded, strict=False):
             if level:
                 found.setdefault(level, []).append(depth)

@@ -1,22 +1,26 @@
-"""Arms: what is compared. Settings that differ between runs over the same questions. Imports no torch."""
+"""Studies, arms and rules: what is compared, and by which rules, as arms.toml says it. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from anydepth.types import Sampling, unknown
 
-BACKENDS = ("engine",)
+BACKENDS = ("engine", "transformers", "reference")
 SAMPLING_FIELDS = tuple("policy" if f.name == "exit_policy" else f.name for f in fields(Sampling))
-FIELDS = ("name", "backend", "fill", *SAMPLING_FIELDS)
+ENGINE_FIELDS = ("fill", "signals", "dtype", "gate_dtype", "segments", "certificate")
+FIELDS = ("name", "backend", *ENGINE_FIELDS, *SAMPLING_FIELDS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One setting under a name. `options` are the fields of Sampling that were given, `policy` for `exit_policy`.
+    """One setting under a name. `options` are the fields of Sampling that were given, `policy` for `exit_policy`;
+    `engine` those of LLM.
 
     Example: Arm.parse({"name": "B1-0.5", "policy": "gate_cdf", "exit_threshold": 0.5, "fill": "last_exited"})
     Raises ValueError for a name that is no folder name, an unknown field (naming the nearest) and wrong values.
@@ -24,7 +28,7 @@ class Arm:
 
     name: str
     backend: str = "engine"
-    fill: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -34,7 +38,7 @@ class Arm:
                 f"digit first, because its Record's folder has that name"
             )
         if self.backend not in BACKENDS:
-            raise ValueError(f"arm {self.name!r}: {unknown('backend', self.backend, BACKENDS)}")
+            raise ValueError(f"arm {self.name!r}: {unknown('backend', str(self.backend), BACKENDS)}")
         try:
             self.sampling()
         except ValueError as error:
@@ -48,8 +52,16 @@ class Arm:
         for key in given:
             if key not in FIELDS:
                 raise ValueError(f"arm {given['name']!r}: {unknown('field', key, FIELDS)}")
-        own = {key: value for key, value in given.items() if key not in SAMPLING_FIELDS}
-        return cls(**own, options={key: value for key, value in given.items() if key in SAMPLING_FIELDS})
+        return cls(
+            name=given["name"],
+            backend=given.get("backend", "engine"),
+            engine={key: value for key, value in given.items() if key in ENGINE_FIELDS},
+            options={key: value for key, value in given.items() if key in SAMPLING_FIELDS},
+        )
+
+    @property
+    def fill(self) -> str | None:
+        return self.engine.get("fill")
 
     def sampling(self, **defaults: Any) -> Sampling:
         """The arm's Sampling. `defaults` (a task's caps and stop strings) hold where the arm gives nothing itself."""
@@ -58,6 +70,121 @@ class Arm:
 
     def passed(self) -> dict[str, Any]:
         """What was given, in arms.toml's words, but for the name."""
-        own = {key: value for key, value in asdict(self).items() if key in ("backend", "fill")}
-        defaults = {"backend": "engine", "fill": None}
-        return {key: value for key, value in own.items() if value != defaults[key]} | dict(self.options)
+        backend = {} if self.backend == "engine" else {"backend": self.backend}
+        return {**backend, **self.engine, **self.options}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A verdict fixed beforehand: it is met where every bound that it names holds for the pair `compare`, [A, B].
+
+    `p_below`: of exact McNemar; `min_abs_difference_pp`: of the accuracies; `non_inferior_margin_pp`: A is at most so
+    much worse than B, by the lower limit of the 95 % interval of A - B.
+    """
+
+    name: str
+    compare: tuple[str, str]
+    p_below: float | None = None
+    min_abs_difference_pp: float | None = None
+    non_inferior_margin_pp: float | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any], arms: Sequence[str]) -> Rule:
+        """A rule from the fields of arms.toml's [[rule]], over arms of these names."""
+        known = [f.name for f in fields(cls)]
+        for key in given:
+            if key not in known:
+                raise ValueError(f"rule {given.get('name')!r}: {unknown('field', key, known)}")
+        pair, name = given.get("compare"), given.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"a rule needs a name; given: {dict(given)}")
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise ValueError(f"rule {name!r}: compare is {pair!r}; allowed: the names of two arms")
+        for arm in pair:
+            if arm not in arms:
+                raise ValueError(f"rule {name!r}: {unknown('arm', str(arm), arms)}")
+        bounds = {key: value for key, value in given.items() if key not in ("name", "compare")}
+        for key, value in bounds.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+                raise ValueError(f"rule {name!r}: {key} is {value!r}; allowed: a number from 0")
+        if not bounds:
+            raise ValueError(f"rule {name!r} bounds nothing; give one of {', '.join(known[2:])}")
+        return cls(name=name, compare=(pair[0], pair[1]), **bounds)
+
+    def asdict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Arms over one task's questions, and the rules of the verdict. `limit`: the first n by hash ranking; `ids`:
+    these questions instead; `split` None is the task's first."""
+
+    task: str
+    model: str
+    arms: tuple[Arm, ...]
+    rules: tuple[Rule, ...] = ()
+    limit: int | None = None
+    ids: tuple[str, ...] | None = None
+    split: str | None = None
+    seed: int = 0
+
+    @classmethod
+    def read(cls, path: str | Path) -> Study:
+        """A study from an arms.toml. Raises ValueError naming file and line for what is wrong in it."""
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"there is no study file {path}; give the path of an arms.toml")
+        text = path.read_text(encoding="utf-8")
+        try:
+            given = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:  # says line and column itself
+            raise ValueError(f"{path}: {error}") from error
+        try:
+            return cls.parse(given)
+        except ValueError as error:
+            raise ValueError(f"{path}{_line_of(text, str(error))}: {error}") from error
+
+    @classmethod
+    def parse(cls, given: Mapping[str, Any]) -> Study:
+        """A study from the tables of arms.toml."""
+        for key in given:
+            if key not in ("study", "arm", "rule"):
+                raise unknown("table", key, ("study", "arm", "rule"))
+        head = given.get("study", {})
+        known = ("task", "model", "limit", "ids", "split", "seed")
+        for key in head:
+            if key not in known:
+                raise ValueError(f"[study]: {unknown('field', key, known)}")
+        for key in ("task", "model"):
+            if not isinstance(head.get(key), str):
+                raise ValueError(f"[study]: {key} is {head.get(key)!r}; give the {key}'s name or path")
+        arms = tuple(Arm.parse(arm) for arm in given.get("arm", []))
+        names = [arm.name for arm in arms]
+        if not arms:
+            raise ValueError("there is no [[arm]]; give at least one")
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            raise ValueError(f"two arms have the name {twice!r}; give each its own")
+        rules = tuple(Rule.parse(rule, names) for rule in given.get("rule", []))
+        ids = head.get("ids")
+        return cls(**{**head, "ids": tuple(ids) if ids is not None else None}, arms=arms, rules=rules)
+
+    def head(self) -> dict[str, Any]:
+        """What stands in [study]."""
+        every = {
+            key: value for key, value in asdict(self).items() if key not in ("arms", "rules") and value is not None
+        }
+        return {**every, "ids": list(self.ids)} if self.ids is not None else every
+
+
+def _line_of(text: str, message: str) -> str:
+    """Where the complaint's word stands in the file, as ", line 7"; looked for from the arm or rule that it names."""
+    lines, start = text.splitlines(), 0
+    if owner := re.match(r"(arm|rule) '([^']+)'", message):
+        at = next((i for i, line in enumerate(lines) if re.search(rf"name *= *.{re.escape(owner[2])}.", line)), 0)
+        start = max((i for i in range(at + 1) if lines[i].strip() == f"[[{owner[1]}]]"), default=at)
+    for quoted, named in reversed(re.findall(r"'([^']+)'|(\w+) is ", message.split(";")[0])):
+        for number, line in enumerate(lines[start:], start=start + 1):
+            if re.search(rf"(?<![\w.-]){re.escape(quoted or named)}(?![\w.-])", line):
+                return f", line {number}"
+    return ""

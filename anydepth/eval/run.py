@@ -1,45 +1,33 @@
-"""One arm over one task's questions: from an engine to a Record. Imports no torch.
+"""One arm over one task's questions: from a backend to a Record. Imports no torch.
 
-Questions wait in the engine and are answered together, as many at a time as it has slots. Each answer is graded and
-written as it is finished, so that an interrupted run goes on where it stopped.
+Each answer is graded and written as it is finished, so that an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from anydepth.engine.text import TextStream
 from anydepth.eval.aggregate import aggregate
 from anydepth.eval.arms import Arm
+from anydepth.eval.backends.base import Ask, Backend, Reply
+from anydepth.eval.protocol import ids_hash, prompt_ids, protocol, protocol_hash
 from anydepth.eval.task import Grade, Question, Task
 from anydepth.provenance import provenance
 from anydepth.record import Record, RecordWriter, Sample
-from anydepth.types import Output, Request, Sampling
-
-if TYPE_CHECKING:
-    from anydepth.engine.llm import LLM
-
-
-class Ask(NamedTuple):
-    """An answer that is still to be made."""
-
-    question: Question
-    answer_index: int
-    request: Request
+from anydepth.types import Output, Sampling, Score, Usage
 
 
 def run(
     arm: Arm,
     *,
     task: Task,
-    llm: LLM,
+    backend: Backend,
     out: str | Path,
     questions: Sequence[Question],
     seed: int = 0,
@@ -51,75 +39,126 @@ def run(
 
     A Record that is there already is completed; a complete one is returned as it is. seed: answers drawn at a
     temperature depend on it, the question and the answer's index alone, so they are paired between arms. threads: of
-    the tensor library, for the provenance. concurrency: answers in the engine at a time; latency_s of a sample is its
-    time there. progress: called with the number of answers that came to be done, those found done first.
+    the tensor library, for the provenance. concurrency: answers under way at a time; latency_s of a sample is its time
+    there. progress: called with the number of answers that came to be done, those found done first.
 
-    Raises ValueError where the arm does not fit the model or `out` holds another run, before anything is computed.
+    A question too long for the model is unscored, with the reason. Raises ValueError where the arm does not fit the
+    model or `out` holds another run, before anything is computed.
     """
-    sampling = arm.sampling(max_tokens=task.max_tokens, stop=tuple(task.stop))
-    fill = llm.engine.fill.name
-    if arm.fill not in (None, fill):
-        raise ValueError(
-            f"arm {arm.name!r} wants fill {arm.fill!r}, this LLM was made with {fill!r}; make one with "
-            f"fill={arm.fill!r}"
-        )
-    asks = [
-        Ask(question, index, _request(llm, question, index, sampling, seed))
-        for question in questions
-        for index in range(sampling.n)
-    ]
-    if not asks:
+    if not questions:
         raise ValueError("there are no questions to ask; give at least one")
+    sampling = sampling_of(arm, task)
+    settings = _settings(arm, task, backend, sampling, questions, seed, concurrency)
+    prompts = [prompt_ids(backend, question) for question in questions]
+    known = {question.id: question for question in questions}
+    asks = [
+        _ask(backend, question, ids, index, seed if sampling.seed is None else sampling.seed)
+        for question, ids in zip(questions, prompts, strict=True)
+        for index in range(1 if question.choices else sampling.n)
+    ]
     with RecordWriter(
         out,
         kind="eval",
-        settings_used=_settings(arm, task, llm, sampling, asks, seed, concurrency),
+        settings_used=settings,
         settings_passed={"name": arm.name, **arm.passed()},
-        provenance=provenance_of(task, llm, seed=seed, threads=threads),
+        provenance=provenance_of(task, backend, questions, seed=seed, threads=threads),
+        protocol_hash=protocol_hash(protocol(task, questions, prompts, sampling, backend)),
     ) as writer:
-        left = [ask for ask in asks if (ask.question.id, ask.answer_index) not in writer.done]
-        if progress is not None and left != asks:
-            progress(len(asks) - len(left))
-        for ask, output, seconds in _answers(llm, left, concurrency):
-            writer.append(
-                sample(ask.question, output, task=task, llm=llm, latency_s=seconds, answer_index=ask.answer_index)
-            )
-            if progress is not None:
-                progress(1)
-        return writer.finish(aggregate(writer.samples))
+        left = [ask for ask in asks if ask.key not in writer.done]
+        tell = progress or (lambda count: None)
+        tell(len(asks) - len(left))
+        fitting = [ask for ask in left if _room(ask, backend.max_positions)]
+        for ask in left:
+            if ask not in fitting:
+                writer.append(_too_long(known[ask.key[0]], ask, backend.max_positions))
+                tell(1)
+        for reply in backend.replies(fitting, sampling, concurrency=concurrency):
+            writer.append(sample(known[reply.ask.key[0]], reply, task=task, backend=backend))
+            tell(1)
+        return writer.finish({**aggregate(writer.samples), "metrics": task.metrics(writer.samples)})
 
 
-def sample(
-    question: Question, output: Output, *, task: Task, llm: LLM, latency_s: float, answer_index: int = 0
-) -> Sample:
+def sampling_of(arm: Arm, task: Task) -> Sampling:
+    """How an arm answers a task's questions: its own fields, else the task's caps and stop strings."""
+    return arm.sampling(max_tokens=task.max_tokens, stop=tuple(task.stop), first_token=task.first_token)
+
+
+def sample(question: Question, reply: Reply, *, task: Task, backend: Backend) -> Sample:
     """One line of samples.jsonl: what was answered, at which depths, at what cost, and what it is worth."""
-    assert llm.tokenizer is not None and output.text is not None, "prompts are strings"
-    levels = task.levels(question, token_pieces(llm.tokenizer.decode, output.token_ids))
+    if reply.scores:
+        return _line(question, reply.ask, _scored(question, reply.scores, task), seconds=reply.seconds)
+    assert reply.output is not None
+    return _line(question, reply.ask, _generated(question, reply.output, task, backend), seconds=reply.seconds)
+
+
+def _generated(question: Question, output: Output, task: Task, backend: Backend) -> dict[str, Any]:
+    assert output.text is not None, "every backend has a tokenizer"
+    levels = task.levels(question, token_pieces(backend.tokenizer.decode, output.token_ids))
     ended = output.finish_reason in ("stop", "length")
-    grade = (
-        task.grade(question, output.text)
-        if ended
-        else Grade(prediction={}, score=None, unscored=f"finish_reason is {output.finish_reason}")
-    )
     return {
-        "id": question.id,
-        "answer_index": answer_index,
-        "group": question.group,
-        "prompt_ids_sha256": ids_hash(output.prompt_ids),
         "output_ids": list(output.token_ids),
         "depths": list(output.depths),
-        "decode_tokens": output.usage.decode_tokens,
-        "segments_read": output.usage.segments_read,
-        "segments_executed": output.usage.segments_executed,
+        **_cost(output.usage),
         "finish_reason": output.finish_reason,
         "text": output.text,
+        **_worth(task.grade(question, output.text) if ended else _unscored(f"finish_reason is {output.finish_reason}")),
+        "levels": list(levels) if levels is not None else None,
+    }
+
+
+def _scored(question: Question, scores: Sequence[Score], task: Task) -> dict[str, Any]:
+    """The most likely choice (of equal ones the first) is the answer."""
+    sums = [sum(score.logprobs) for score in scores]
+    text = question.choices[sums.index(max(sums))]
+    return {
+        "output_ids": [],
+        "depths": [],
+        "choices": [{"logprobs": list(score.logprobs), "depths": list(score.depths)} for score in scores],
+        **_cost(sum((score.usage for score in scores), Usage())),
+        "finish_reason": "stop",
+        "text": text,
+        **_worth(task.grade(question, text)),
+        "levels": None,
+    }
+
+
+def _too_long(question: Question, ask: Ask, max_positions: int) -> Sample:
+    reason = f"the prompt has {len(ask.prompt_ids)} tokens, which leaves no room in the model's {max_positions}"
+    nothing = {"output_ids": [], "depths": [], **_cost(Usage()), "finish_reason": "error", "text": ""}
+    return _line(question, ask, {**nothing, **_worth(_unscored(reason)), "levels": None}, seconds=0.0)
+
+
+def _line(question: Question, ask: Ask, answered: dict[str, Any], *, seconds: float) -> Sample:
+    return {
+        "id": question.id,
+        "answer_index": ask.key[1],
+        "group": question.group,
+        "prompt_ids_sha256": ids_hash(ask.prompt_ids),
+        **answered,
+        "seed": ask.seed,
+        "latency_s": round(seconds, 6),
+    }
+
+
+def _cost(usage: Usage) -> dict[str, int]:
+    return {
+        "decode_tokens": usage.decode_tokens,
+        "segments_read": usage.segments_read,
+        "segments_executed": usage.segments_executed,
+    }
+
+
+def _worth(grade: Grade) -> dict[str, Any]:
+    return {
         "prediction": dict(grade.prediction),
         "score": grade.score,
+        "scores": dict(grade.scores),
         "unscored": grade.unscored,
-        "levels": list(levels) if levels is not None else None,
-        "seed": output.seed,
-        "latency_s": round(latency_s, 6),
     }
+
+
+def _unscored(reason: str) -> Grade:
+    return Grade(prediction={}, score=None, unscored=reason)
 
 
 def token_pieces(decode: Callable[..., str], ids: Sequence[int]) -> list[str]:
@@ -130,91 +169,64 @@ def token_pieces(decode: Callable[..., str], ids: Sequence[int]) -> list[str]:
     return [*pieces[:-1], pieces[-1] + stream.end()] if pieces else []
 
 
-def ids_hash(ids: Sequence[int]) -> str:
-    """sha256 (hex) of token ids, written as compact JSON."""
-    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()
-
-
 def question_ids_hash(questions: Sequence[Question]) -> str:
     """sha256 (hex) of which questions are asked, in which order."""
     return hashlib.sha256("\n".join(question.id for question in questions).encode()).hexdigest()
 
 
-def _request(llm: LLM, question: Question, index: int, sampling: Sampling, seed: int) -> Request:
-    base = seed if sampling.seed is None else sampling.seed
-    digest = hashlib.sha256(f"{base}:{question.id}:{index}".encode()).digest()
-    try:
-        return llm.engine.prepare(
-            question.prompt,
-            replace(sampling, n=1),
-            id=f"{question.id}:{index}",
-            seed=int.from_bytes(digest[:8], "big"),
-            streaming=False,
-            answer_index=index,
-        )
-    except ValueError as error:
-        raise ValueError(f"question {question.id!r}: {error}") from error
+def _ask(backend: Backend, question: Question, ids: Sequence[int], index: int, seed: int) -> Ask:
+    digest = hashlib.sha256(f"{seed}:{question.id}:{index}".encode()).digest()
+    continuations = []
+    for choice in question.choices:
+        assert isinstance(question.prompt, str), "choices continue a plain prompt"
+        continuations.append(tuple(backend.tokenizer.encode(question.prompt + choice)[len(ids) :]))
+    return Ask(
+        key=(question.id, index),
+        prompt_ids=tuple(ids),
+        seed=int.from_bytes(digest[:8], "big"),
+        continuations=tuple(continuations),
+    )
 
 
-def _answers(llm: LLM, asks: Sequence[Ask], concurrency: int) -> Iterator[tuple[Ask, Output, float]]:
-    """Every answer as it is finished, with its seconds in the engine. Leaves the engine empty, however it ends."""
-    engine = llm.engine
-    waiting, flying = list(reversed(asks)), dict[str, tuple[Ask, float]]()
-    try:
-        while waiting or flying:
-            while waiting and len(flying) < concurrency:
-                ask = waiting.pop()
-                engine.submit(ask.request)
-                flying[ask.request.id] = ask, time.perf_counter()
-            for chunk in engine.step():
-                if chunk.output is not None and chunk.request_id in flying:
-                    ask, start = flying.pop(chunk.request_id)
-                    yield ask, chunk.output, time.perf_counter() - start
-    finally:
-        for id in flying:
-            engine.abort(id)
-        if flying:
-            engine.step()  # takes the last chunks of what was aborted away
+def _room(ask: Ask, max_positions: int) -> bool:
+    """Whether the model's length holds the prompt and a token, or every continuation but its last token."""
+    return len(ask.prompt_ids) + max((len(ids) for ids in ask.continuations), default=1) - 1 <= max_positions
 
 
 def _settings(
-    arm: Arm, task: Task, llm: LLM, sampling: Sampling, asks: Sequence[Ask], seed: int, concurrency: int
+    arm: Arm,
+    task: Task,
+    backend: Backend,
+    sampling: Sampling,
+    questions: Sequence[Question],
+    seed: int,
+    concurrency: int,
 ) -> dict[str, Any]:
     """Every setting in force, by the names of arms.toml."""
-    engine, request = llm.engine, asks[0].request
     used = asdict(sampling)
     used.pop("exit_policy")
-    low, high = request.bounds
-    questions = [ask.question for ask in asks if ask.answer_index == 0]
     return {
         "name": arm.name,
         "task": task.name,
         "questions": len(questions),
         "question_ids_sha256": question_ids_hash(questions),
-        "model": llm.checkpoint.name,
-        "backend": arm.backend,
-        "fill": engine.fill.name,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
-        "gate_dtype": engine.gate_dtype,
-        "device": engine.model.device.type,
-        "segments": engine.model.shape.segments,
+        "model": backend.model_name,
+        "backend": backend.name,
         "concurrency": concurrency,
-        "policy": request.policy.name,
         **used,
-        "min_depth": low,
-        "max_depth": high,
-        "stop_token_ids": sorted(request.stop_ids),
+        **backend.settings(sampling),
         "seed": seed if sampling.seed is None else sampling.seed,
     }
 
 
-def provenance_of(task: Task, llm: LLM, *, seed: int, threads: int | None) -> dict[str, Any]:
+def provenance_of(
+    task: Task, backend: Backend, questions: Sequence[Question], *, seed: int, threads: int | None
+) -> dict[str, Any]:
     """The provenance block of a run of this model over this task."""
-    checkpoint = llm.checkpoint
     return provenance(
         threads=threads,
         seed=seed,
-        model={"name": checkpoint.name, "hash": checkpoint.model_hash},
-        tokenizer={"hash": checkpoint.tokenizer_hash},
-        task={"name": task.name, "hash": task.hash},
+        model={"name": backend.model_name, "hash": backend.model_hash},
+        tokenizer={"hash": backend.tokenizer.hash},
+        task={"name": task.name, "hash": task.hash(questions)},
     )

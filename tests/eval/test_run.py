@@ -6,6 +6,7 @@ import pytest
 
 from anydepth import LLM
 from anydepth.eval.arms import Arm
+from anydepth.eval.backends.engine import EngineBackend
 from anydepth.eval.run import run, token_pieces
 from anydepth.eval.task import load_task
 from anydepth.record import Record
@@ -39,7 +40,15 @@ def timeless(record):
 
 def test_a_sample_says_what_was_answered_at_which_cost(llm, task, questions, tmp_path):
     seen = []
-    record = run(ARM, task=task, llm=llm, out=tmp_path, questions=questions, concurrency=5, progress=seen.append)
+    record = run(
+        ARM,
+        task=task,
+        backend=EngineBackend(llm),
+        out=tmp_path,
+        questions=questions,
+        concurrency=5,
+        progress=seen.append,
+    )
     assert record == Record.read(tmp_path) and sum(seen) == len(questions) == record.aggregates["n"]
     assert record.settings_used["policy"] == "gate_cdf" and record.settings_used["fill"] == "last_exited"
     assert record.settings_passed == {"name": "gate", "exit_threshold": 0.5, "max_tokens": 12}
@@ -55,7 +64,7 @@ def test_a_sample_says_what_was_answered_at_which_cost(llm, task, questions, tmp
 
 @pytest.mark.parametrize("after", [0, 1, 5, 11])
 def test_an_interrupted_run_goes_on_to_the_same_record(llm, task, questions, tmp_path, after):
-    whole = run(ARM, task=task, llm=llm, out=tmp_path / "whole", questions=questions)
+    whole = run(ARM, task=task, backend=EngineBackend(llm), out=tmp_path / "whole", questions=questions)
 
     def interrupt(_):
         nonlocal after
@@ -64,28 +73,40 @@ def test_an_interrupted_run_goes_on_to_the_same_record(llm, task, questions, tmp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(ARM, task=task, llm=llm, out=tmp_path / "cut", questions=questions, progress=interrupt)
+        run(ARM, task=task, backend=EngineBackend(llm), out=tmp_path / "cut", questions=questions, progress=interrupt)
     assert llm.engine.idle and llm.engine.pages.in_use == 0
     with (tmp_path / "cut" / "samples.jsonl").open("ab") as file:
         file.write(b'{"id": "half')
     seen = []
-    resumed = run(ARM, task=task, llm=llm, out=tmp_path / "cut", questions=questions, progress=seen.append)
+    resumed = run(
+        ARM, task=task, backend=EngineBackend(llm), out=tmp_path / "cut", questions=questions, progress=seen.append
+    )
     assert timeless(resumed) == timeless(whole) and resumed.aggregates == whole.aggregates
     assert sum(seen) == len(questions)
 
 
 def test_a_complete_run_is_not_run_again(llm, task, questions, tmp_path):
-    first = run(ARM, task=task, llm=llm, out=tmp_path, questions=questions)
+    first = run(ARM, task=task, backend=EngineBackend(llm), out=tmp_path, questions=questions)
     turns = llm.stats()["turns"]
-    assert run(ARM, task=task, llm=llm, out=tmp_path, questions=questions) == first
+    assert run(ARM, task=task, backend=EngineBackend(llm), out=tmp_path, questions=questions) == first
     assert llm.stats()["turns"] == turns
 
 
 def test_several_answers_have_seeds_of_their_own_paired_between_arms(llm, task, questions, tmp_path):
     several = {"n": 2, "temperature": 1.0, "max_tokens": 4}
-    one = run(Arm.parse({"name": "a", **several}), task=task, llm=llm, out=tmp_path / "a", questions=questions[:4])
+    one = run(
+        Arm.parse({"name": "a", **several}),
+        task=task,
+        backend=EngineBackend(llm),
+        out=tmp_path / "a",
+        questions=questions[:4],
+    )
     two = run(
-        Arm.parse({"name": "b", "depth": 1, **several}), task=task, llm=llm, out=tmp_path / "b", questions=questions[:4]
+        Arm.parse({"name": "b", "depth": 1, **several}),
+        task=task,
+        backend=EngineBackend(llm),
+        out=tmp_path / "b",
+        questions=questions[:4],
     )
     seeds = {(s["id"], s["answer_index"]): s["seed"] for s in one.samples}
     assert len(set(seeds.values())) == 8
@@ -103,9 +124,15 @@ def test_several_answers_have_seeds_of_their_own_paired_between_arms(llm, task, 
 def test_refuses_before_any_work(llm, task, questions, tmp_path, arm, message):
     turns = llm.stats()["turns"]
     with pytest.raises(ValueError, match=message):
-        run(Arm.parse({"name": "a", **arm}), task=task, llm=llm, out=tmp_path / "a", questions=questions)
+        run(
+            Arm.parse({"name": "a", **arm}),
+            task=task,
+            backend=EngineBackend(llm),
+            out=tmp_path / "a",
+            questions=questions,
+        )
     with pytest.raises(ValueError, match="no questions"):
-        run(ARM, task=task, llm=llm, out=tmp_path / "a", questions=[])
+        run(ARM, task=task, backend=EngineBackend(llm), out=tmp_path / "a", questions=[])
     assert llm.stats()["turns"] == turns and not (tmp_path / "a").exists()
 
 

@@ -1,0 +1,83 @@
+"""The engine as a backend: questions wait in it and are answered together, as many at a time as it has slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from anydepth.engine.llm import LLM
+from anydepth.eval.backends.base import SMALL_HIDDEN, Ask, Backend, Reply
+from anydepth.types import Request, Sampling, Score
+
+
+class EngineBackend(Backend):
+    """Answers with an LLM. The Asks are prepared before the first is submitted, so that errors come before work."""
+
+    name = "engine"
+
+    def __init__(self, llm: LLM) -> None:
+        if llm.tokenizer is None:
+            raise ValueError(f"model {llm.checkpoint.name} has no tokenizer, which questions need; give one to LLM")
+        self.llm, self.tokenizer = llm, llm.tokenizer
+        self.model_name, self.model_hash = llm.checkpoint.name, llm.checkpoint.model_hash
+        shape = llm.engine.model.shape
+        self.max_positions, self.segments = shape.max_positions, shape.segments
+        self.small = shape.hidden < SMALL_HIDDEN
+
+    def settings(self, sampling: Sampling) -> dict[str, Any]:
+        engine = self.llm.engine
+        request = engine.prepare([0], replace(sampling, n=1), streaming=False)
+        low, high = request.bounds
+        return {
+            "fill": engine.fill.name,
+            "dtype": str(engine.model.dtype).removeprefix("torch."),
+            "gate_dtype": engine.gate_dtype,
+            "device": engine.model.device.type,
+            "segments": self.segments,
+            "policy": request.policy.name,
+            "min_depth": low,
+            "max_depth": high,
+            "stop_token_ids": sorted(request.stop_ids),
+        }
+
+    def replies(self, asks: Sequence[Ask], sampling: Sampling, *, concurrency: int) -> Iterator[Reply]:
+        """Leaves the engine empty, however it ends."""
+        engine = self.llm.engine
+        waiting = [(ask, self._request(ask, sampling)) for ask in reversed(asks)]
+        flying: dict[str, tuple[Ask, float]] = {}
+        scores: dict[str, list[Score]] = {}
+        try:
+            while waiting or flying:
+                while waiting and len(flying) < concurrency:
+                    ask, request = waiting.pop()
+                    engine.submit(request)
+                    flying[request.id] = ask, time.perf_counter()
+                for chunk in engine.step():
+                    if chunk.request_id not in flying:
+                        continue
+                    if chunk.score is not None:
+                        scores.setdefault(chunk.request_id, []).append(chunk.score)
+                    if chunk.finish_reason is not None:
+                        ask, start = flying.pop(chunk.request_id)
+                        done = tuple(scores.pop(chunk.request_id, ()))
+                        output = None if done else chunk.output
+                        yield Reply(ask=ask, output=output, scores=done, seconds=time.perf_counter() - start)
+        finally:
+            for id in flying:
+                engine.abort(id)
+            if flying:
+                engine.step()  # takes the last chunks of what was aborted away
+
+    def _request(self, ask: Ask, sampling: Sampling) -> Request:
+        id, index = ask.key
+        return self.llm.engine.prepare(
+            ask.prompt_ids,
+            replace(sampling, n=1),
+            id=f"{id}:{index}",
+            seed=ask.seed,
+            streaming=False,
+            answer_index=index,
+            forced=ask.continuations,
+        )

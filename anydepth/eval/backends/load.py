@@ -1,0 +1,26 @@
+"""From an arm to what answers its questions."""
+
+from __future__ import annotations
+
+from anydepth.eval.arms import Arm
+from anydepth.eval.backends.base import Backend
+
+
+def load_backend(arm: Arm, model: str, *, concurrency: int = 32, trust_remote_code: str | None = None) -> Backend:
+    """The arm's backend with the model in it, for up to `concurrency` answers at a time.
+
+    trust_remote_code: the name of the one model whose own code may run (transformers backend). Raises ValueError for
+    settings of LLM that the backend has not.
+    """
+    if arm.backend == "engine":
+        from anydepth.engine.llm import LLM
+        from anydepth.eval.backends.engine import EngineBackend
+
+        return EngineBackend(LLM(model, max_batch=concurrency, **arm.engine))
+    if arm.backend == "reference":
+        from anydepth.eval.backends.reference import ReferenceBackend
+
+        return ReferenceBackend(model, **arm.engine)
+    from anydepth.eval.backends.transformers import TransformersBackend
+
+    return TransformersBackend(model, trust_remote_code=trust_remote_code, **arm.engine)

@@ -1,0 +1,187 @@
+"""A study: every arm over the same questions, into DIR/<arm name>/, resumable at any point. Imports no torch.
+
+DIR/study.jsonl keeps what was planned, one line each time the plan changed, with the number of answers there were by
+then: rules written down before the first answer can be told from later ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from anydepth.eval.arms import Arm, Study
+from anydepth.eval.backends.base import Backend
+from anydepth.eval.backends.load import load_backend
+from anydepth.eval.protocol import check_unchanged, freeze, prompt_ids, protocol
+from anydepth.eval.run import run, sampling_of
+from anydepth.eval.task import Question, Task, load_task
+from anydepth.record import HEADER, SAMPLES, Record, write_atomically
+
+PLAN = "study.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a study is run, without effect on its results: the folder of data files, answers at a time, tensor threads
+    (None: 1 for a small model, else the library's own), and the name of the one model whose own code may run."""
+
+    data: str | Path | None = None
+    concurrency: int = 32
+    threads: int | None = None
+    trust_remote_code: str | None = None
+
+
+def run_study(
+    study: Study,
+    *,
+    out: str | Path,
+    frozen: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+    progress: bool = True,
+) -> list[Record]:
+    """Run what is missing of every arm; the Records, in the arms' order. `frozen`: refuse if anything differs from it.
+
+    Raises ValueError, before anything is computed, for a task or model nobody knows and arms that do not fit it.
+    """
+    folder, options = Path(out), options or Options()
+    task, questions = ask_task(study, options)
+    backends = Backends(study, options)
+    for arm in study.arms:
+        backends.of(arm).settings(sampling_of(arm, task))
+    if frozen is not None:
+        check_unchanged(frozen, freeze_study(study, options=options, backend=backends.of(study.arms[0])))
+    _plan(folder, study, frozen)
+    records = []
+    with bar(len(questions), [arm.name for arm in study.arms], shown=progress) as advance:
+        for arm in study.arms:
+            backend = backends.of(arm)
+            with tensor_threads(options.threads, backend) as threads:
+                records.append(
+                    run(
+                        arm,
+                        task=task,
+                        backend=backend,
+                        out=folder / arm.name,
+                        questions=questions,
+                        seed=study.seed,
+                        threads=threads,
+                        concurrency=options.concurrency,
+                        progress=advance(arm.name, sampling_of(arm, task).n),
+                    )
+                )
+    return records
+
+
+def ask_task(study: Study, options: Options) -> tuple[Task, list[Question]]:
+    """The study's task and the questions it asks."""
+    task = load_task(study.task, data=options.data)
+    return task, task.select(split=study.split, limit=study.limit, ids=study.ids)
+
+
+def freeze_study(study: Study, *, options: Options | None = None, backend: Backend | None = None) -> dict[str, Any]:
+    """The content of protocol.json: everything that decides the study's results, with hashes."""
+    options = options or Options()
+    task, questions = ask_task(study, options)
+    backend = backend or Backends(study, options).of(study.arms[0])
+    prompts = [prompt_ids(backend, question) for question in questions]
+    return freeze(study, protocol(task, questions, prompts, sampling_of(Arm(name="task"), task), backend))
+
+
+class Backends:
+    """Backends of a study's arms; one of them is held, the model is loaded again where an arm needs another."""
+
+    def __init__(self, study: Study, options: Options) -> None:
+        self._study, self._options = study, options
+        self._key: str | None = None
+        self._backend: Backend | None = None
+
+    def of(self, arm: Arm) -> Backend:
+        key = json.dumps([arm.backend, dict(arm.engine)], sort_keys=True)
+        if self._backend is None or key != self._key:
+            self._backend = None  # before the next one is loaded: two may not fit
+            options = self._options
+            self._backend = load_backend(
+                arm, self._study.model, concurrency=options.concurrency, trust_remote_code=options.trust_remote_code
+            )
+            self._key = key
+        return self._backend
+
+
+@contextmanager
+def tensor_threads(threads: int | None, backend: Backend) -> Iterator[int]:
+    """So many threads of the tensor library (the number is given out), as before afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or (1 if backend.small else before))
+    try:
+        yield torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+
+def read_plan(folder: Path) -> list[dict[str, Any]]:
+    """What was planned, first to last: lines of study.jsonl. [] where there is none."""
+    path = folder / PLAN
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _plan(folder: Path, study: Study, frozen: Mapping[str, Any] | None) -> None:
+    """Add a line to study.jsonl where the plan is not the last one's."""
+    lines = read_plan(folder)
+    plan = {
+        "study": study.head(),
+        "arms": [{"name": arm.name, **arm.passed()} for arm in study.arms],
+        "rules": [rule.asdict() for rule in study.rules],
+        "study_hash": frozen["study_hash"] if frozen else None,
+    }
+    if lines and all(lines[-1][key] == value for key, value in plan.items()):
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    answers = sum(_lines(path) for path in folder.glob(f"*/{SAMPLES}"))
+    lines.append({"planned": datetime.now(UTC).isoformat(timespec="seconds"), "answers": answers, **plan})
+    write_atomically(folder / PLAN, b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if (path.parent / HEADER).exists() else 0
+
+
+Advance = Callable[[str, int], Callable[[int], object]]
+
+
+@contextmanager
+def bar(questions: int, arms: Sequence[str], *, shown: bool) -> Iterator[Advance]:
+    """A line an arm on stderr with answers done and time left; gives out (arm, answers a question) -> advance."""
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
+        lines = {arm: progress.add_task(arm, total=questions, start=False) for arm in arms}
+
+        def begin(arm: str, answers: int) -> Callable[[int], object]:
+            progress.update(lines[arm], total=questions * answers)
+            progress.start_task(lines[arm])
+            return lambda count: progress.advance(lines[arm], count)
+
+        yield begin
