@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from anydepth import cli_eval
+from anydepth.cli_options import AsJson, Model, finish
 
 app = typer.Typer(
     add_completion=False,
@@ -16,12 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train the embedded looped model and its gate.")
+app.add_typer(cli_eval.app)
 app.add_typer(train, name="train")
-
-Model = Annotated[
-    str, typer.Option("--model", "-m", help="nano, nano-plain, smollm2-135m, a folder, a .gguf file or a hub id.")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
 
 
 def main() -> None:
@@ -87,6 +85,9 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")] = "cpu",
     gate_dtype: Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    certificate: Annotated[
+        Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, streaming the text."""
@@ -129,9 +130,10 @@ def generate(
         "device": device,
         "gate_dtype": gate_dtype,
         "revision": revision,
+        "certificate": certificate,
     }
     result = stream_answers(prompts, sampling, model=model, options=options, chat=chat, show_depth=show_depth)
-    _finish("generate", {"outputs": result}, as_json)
+    finish("generate", {"outputs": result}, as_json)
 
 
 @app.command()
@@ -144,7 +146,7 @@ def demo(
     """Sweep fixed depths and exit thresholds of the embedded model: accuracy, compute and speed on one page."""
     from anydepth.demo import demo as run_demo
 
-    _finish("demo", run_demo(out=out, questions=questions, model=model), as_json)
+    finish("demo", run_demo(out=out, questions=questions, model=model), as_json)
 
 
 @app.command()
@@ -152,7 +154,7 @@ def info(model: Model = "nano", as_json: AsJson = False) -> None:
     """What a checkpoint is: shape, cost of each part, tokenizer, hashes."""
     from anydepth.show import print_info
 
-    _finish("info", print_info(model), as_json)
+    finish("info", print_info(model), as_json)
 
 
 @train.command("loop")
@@ -176,7 +178,7 @@ def train_loop(
     from anydepth.train.loop import train_loop as run
 
     folder = run(out, seed=seed, copied_kv=copied_kv, processes=processes, start_from=start_from, resume=resume)
-    _finish("train loop", {"model": str(folder)}, as_json)
+    finish("train loop", {"model": str(folder)}, as_json)
 
 
 @train.command("gate")
@@ -190,9 +192,4 @@ def train_gate(
     from anydepth.train.gate import train_gate as run
 
     folder = run(model, out=out or model, seed=seed)
-    _finish("train gate", {"model": str(folder)}, as_json)
-
-
-def _finish(command: str, result: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"command": command, "version": 1, "result": result}, ensure_ascii=False, default=str))
+    finish("train gate", {"model": str(folder)}, as_json)

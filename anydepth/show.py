@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from anydepth.certificate import describe
 from anydepth.engine.llm import LLM
 from anydepth.models.load import load_checkpoint
 from anydepth.types import Chunk, Output, Sampling
@@ -35,6 +36,8 @@ def stream_answers(
 ) -> list[dict[str, Any]]:
     """Print answers as they come, one after the other; several of them are announced. Returns the outputs as dicts."""
     llm = LLM(model, **options)
+    if llm.certificate is not None:
+        print(describe(llm.certificate), file=sys.stderr)
     asked: Sequence[Any] = prompts
     if chat:
         asked = llm.chat_ids([[{"role": "user", "content": prompt}] for prompt in prompts])

@@ -16,31 +16,35 @@ import pytest
 import anydepth
 
 ROOT = Path(anydepth.__file__).parent
-SHARED = {"types", "record", "stats", "provenance"}
+SHARED = {"types", "record", "stats", "provenance", "certificate"}
 # Room -> rooms it may import, itself aside. Siblings (eval, bench, train) do not know each other.
 MAY_IMPORT = {
     "types": set(),
     "record": {"types"},
+    "certificate": {"types", "record"},
     "stats": set(),
+    "reference": set(),  # shares no code with what it judges
     "provenance": {"anydepth"},  # whose version it reports
     "ops": SHARED,
     "models": SHARED | {"ops"},
     "exits": SHARED | {"ops", "models"},
     "engine": SHARED | {"ops", "models", "exits"},
     "train": SHARED | {"models", "exits"},
-    "eval": SHARED | {"ops", "models", "exits", "engine"},
+    "eval": SHARED | {"ops", "models", "exits", "engine", "reference"},
     "bench": SHARED | {"ops", "models", "exits", "engine"},
 }
-COMMANDS = {"cli", "show", "demo"}  # they may call anything below, and each other
+COMMANDS = {"cli", "cli_eval", "cli_options", "show", "demo"}  # they may call anything below, and each other
 MAY_IMPORT |= {room: {*MAY_IMPORT, *COMMANDS, "anydepth"} for room in COMMANDS}
 MAY_IMPORT["anydepth"] = {"types", "engine"}  # the public names
 
 NO_TORCH = [
     "anydepth.types",
     "anydepth.record",
+    "anydepth.certificate",
     "anydepth.stats",
     "anydepth.provenance",
     "anydepth.cli",
+    "anydepth.cli_eval",
     "anydepth.engine.plan",
     "anydepth.engine.scheduler",
     "anydepth.engine.pages",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from anydepth.certificate import Certificate
 from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
@@ -34,7 +35,8 @@ class Engine:
     """Continuous batching by depth over one model.
 
     `submit` a prompt, call `step` until `idle`; each step runs one segment for every row and returns the tokens that
-    came out. `work`, when set to a list, collects a TurnWork a step.
+    came out. `work`, when set to a list, collects a TurnWork a step. Every request keeps to the `certificate`, if there
+    is one; whether that is for this model is the caller's to check (`LLM` does).
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Engine:
         kv_pages: int | None = None,
         max_batched_tokens: int = 512,
         gate_dtype: str = "float32",
+        certificate: Certificate | None = None,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -62,7 +65,7 @@ class Engine:
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
         self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
         self.fill = load_fill(fill, model.shape)
-        self.gate_dtype = gate_dtype
+        self.gate_dtype, self.certificate = gate_dtype, certificate
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
@@ -113,6 +116,9 @@ class Engine:
             sampling = replace(sampling, first_token="policy")
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
+        if self.certificate is not None:
+            sampling = self.certificate.hold(sampling, policy=name)
+            name = policy_name(sampling)
         if name not in self._policies:
             self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
         policy = self._policies[name]

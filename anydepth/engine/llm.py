@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from anydepth.certificate import Certificate
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
 from anydepth.models.load import load_checkpoint
@@ -24,6 +25,9 @@ class LLM:
     fill: "full", "last_exited" (default of looped models), "shared". segments: for layered models, layers a segment or
     the list of exit layers. kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
     tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
+    certificate: a certificate.json, or what was read from it. The model and these options must be those that were
+    certified (its weights are read once more for their hash); a request without an exit setting gets the certified
+    one, another exit setting, temperature, top_k or top_p is refused.
 
     One thread at a time: several streams may be open and interleaved, but not stepped from several threads.
 
@@ -46,9 +50,13 @@ class LLM:
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         gate_dtype: str = "float32",
+        certificate: str | Path | Certificate | None = None,
     ) -> None:
         if signals != "sync":
             raise ValueError(f"signals is {signals!r}; allowed: 'sync'")
+        if certificate is not None and not isinstance(certificate, Certificate):
+            certificate = Certificate.read(certificate)
+        self.certificate = certificate
         self.checkpoint = load_checkpoint(
             model, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
         )
@@ -63,7 +71,18 @@ class LLM:
             kv_pages=kv_pages,
             max_batched_tokens=max_batched_tokens,
             gate_dtype=gate_dtype,
+            certificate=certificate,
         )
+        if certificate is not None:
+            certificate.match(
+                model_hash=self.checkpoint.model_hash,
+                head_hash=None,
+                segments=self.checkpoint.model.shape.segments,
+                fill=self.engine.fill.name,
+                signals=signals,
+                dtype=str(self.checkpoint.model.dtype).removeprefix("torch."),
+                gate_dtype=gate_dtype,
+            )
         self._inbox: dict[str, list[Chunk]] = {}  # of iterators under way
         self._mail: set[str] = set()  # whose inbox is not empty
 

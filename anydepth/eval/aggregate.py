@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from anydepth.record import Sample
-from anydepth.stats import wilson
+from anydepth.stats import clustered_interval
 
 
 def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -42,30 +42,20 @@ def decode_depths(sample: Sample) -> list[int]:
     return depths[len(depths) - sample["decode_tokens"] :]
 
 
-def accuracy(scores: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Mean of (question id, score) with its 95 % interval: Wilson's, or the clustered one where questions come more
-    than once."""
+def accuracy(scores: Iterable[tuple[str, float]]) -> dict[str, Any]:
+    """Mean of (question id, score) with its 95 % interval, for which a question is the unit however many answers it
+    has: Wilson's where each has one, right or wrong."""
     by_question: dict[str, list[float]] = {}
     for id, score in scores:
         by_question.setdefault(id, []).append(score)
-    if not scores:
-        low, high = None, None
-    elif len(by_question) == len(scores):
-        low, high = wilson(sum(score for _, score in scores), len(scores))
-    elif len(by_question) > 1:
-        from anydepth.stats import clustered_mean
-
-        low, high = clustered_mean(list(by_question.values())).interval
-        low, high = max(0.0, low), min(1.0, high)
-    else:
-        low, high = 0.0, 1.0  # the answers to one question say nothing of others
-    return {"accuracy": _mean(score for _, score in scores), "low": low, "high": high}
+    low, high = clustered_interval(by_question.values()) if by_question else (None, None)
+    return {"accuracy": _mean(sum(marks) / len(marks) for marks in by_question.values()), "low": low, "high": high}
 
 
 def _summary(samples: Sequence[Sample]) -> dict[str, Any]:
     return {
         "n": len(samples),
-        **accuracy([(sample["id"], sample["score"]) for sample in samples if sample["score"] is not None]),
+        **accuracy((sample["id"], sample["score"]) for sample in samples if sample["score"] is not None),
         "mean_depth": _mean(depth for sample in samples for depth in decode_depths(sample)),
         "tokens_per_question": _mean(len(sample["output_ids"]) for sample in samples),
     }
@@ -77,7 +67,7 @@ def _by_extractor(samples: Sequence[Sample]) -> dict[str, Any]:
     for name in names:
         marked = [sample for sample in samples if name in sample.get("scores", {})]
         unread = sum(sample["prediction"].get(name) is None for sample in marked)
-        found[name] = {**accuracy([(sample["id"], sample["scores"][name]) for sample in marked]), "unparseable": unread}
+        found[name] = {**accuracy((sample["id"], sample["scores"][name]) for sample in marked), "unparseable": unread}
     return found
 
 

@@ -112,7 +112,8 @@ class Rule:
         return cls(name=name, compare=(pair[0], pair[1]), **bounds)
 
     def asdict(self) -> dict[str, Any]:
-        return {key: value for key, value in asdict(self).items() if value is not None}
+        given = {key: value for key, value in asdict(self).items() if value is not None}
+        return {**given, "compare": list(self.compare)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from anydepth.record import write_atomically
 from anydepth.types import Sampling
 
 VERSION = 1
-_BESIDE = ("arms", "rules", "packages", "study")  # may differ between arms that are compared
+_BESIDE = ("arms", "certificates", "rules", "packages", "study")  # may differ between arms that are compared
 
 
 def prompt_ids(backend: Backend, question: Question) -> tuple[int, ...]:
@@ -69,6 +69,11 @@ def freeze(study: Study, content: Mapping[str, Any]) -> dict[str, Any]:
         **content,
         "study": study.head(),
         "arms": [{"name": arm.name, **arm.passed()} for arm in study.arms],
+        "certificates": {
+            path: hashlib.sha256(Path(path).read_bytes()).hexdigest()
+            for arm in study.arms
+            if (path := arm.engine.get("certificate")) is not None
+        },
         "rules": [rule.asdict() for rule in study.rules],
         "packages": package_versions(),
         "protocol_hash": protocol_hash(content),

@@ -30,6 +30,7 @@ def run(
     backend: Backend,
     out: str | Path,
     questions: Sequence[Question],
+    split: str | None = None,
     seed: int = 0,
     threads: int | None = None,
     concurrency: int = 32,
@@ -37,7 +38,8 @@ def run(
 ) -> Record:
     """Ask the questions, grade and write the answers, and return the Record in the folder `out`.
 
-    A Record that is there already is completed; a complete one is returned as it is. seed: answers drawn at a
+    A Record that is there already is completed; a complete one is returned as it is. split: the questions' (None: the
+    task's first). seed: answers drawn at a
     temperature depend on it, the question and the answer's index alone, so they are paired between arms. threads: of
     the tensor library, for the provenance. concurrency: answers under way at a time; latency_s of a sample is its time
     there. progress: called with the number of answers that came to be done, those found done first.
@@ -48,7 +50,7 @@ def run(
     if not questions:
         raise ValueError("there are no questions to ask; give at least one")
     sampling = sampling_of(arm, task)
-    settings = _settings(arm, task, backend, sampling, questions, seed, concurrency)
+    settings = _settings(arm, task, backend, sampling, questions, split or task.splits[0], seed, concurrency)
     prompts = [prompt_ids(backend, question) for question in questions]
     known = {question.id: question for question in questions}
     asks = [
@@ -76,6 +78,23 @@ def run(
             writer.append(sample(known[reply.ask.key[0]], reply, task=task, backend=backend))
             tell(1)
         return writer.finish({**aggregate(writer.samples), "metrics": task.metrics(writer.samples)})
+
+
+def in_force(arm: Arm, backend: Backend, sampling: Sampling) -> dict[str, Any]:
+    """The backend's settings for an arm; ValueError, naming the arm, where they are not what it wants."""
+    try:
+        settings = backend.settings(sampling)
+    except ValueError as error:
+        raise ValueError(f"arm {arm.name!r}: {error}") from error
+    for key, wanted in arm.engine.items():
+        if key in ("fill", "dtype", "gate_dtype") and settings[key] != wanted:
+            raise ValueError(
+                f"arm {arm.name!r} wants {key} {wanted!r}, this {backend.name} was made with {settings[key]!r}; make "
+                f"one with {key}={wanted!r}"
+            )
+    if "certificate" in arm.engine and not settings.get("certificate"):
+        raise ValueError(f"arm {arm.name!r} wants a certificate, this {backend.name} was made without; give it one")
+    return settings
 
 
 def sampling_of(arm: Arm, task: Task) -> Sampling:
@@ -199,6 +218,7 @@ def _settings(
     backend: Backend,
     sampling: Sampling,
     questions: Sequence[Question],
+    split: str,
     seed: int,
     concurrency: int,
 ) -> dict[str, Any]:
@@ -208,13 +228,14 @@ def _settings(
     return {
         "name": arm.name,
         "task": task.name,
+        "split": split,
         "questions": len(questions),
         "question_ids_sha256": question_ids_hash(questions),
         "model": backend.model_name,
         "backend": backend.name,
         "concurrency": concurrency,
         **used,
-        **backend.settings(sampling),
+        **in_force(arm, backend, sampling),
         "seed": seed if sampling.seed is None else sampling.seed,
     }
 

@@ -7,6 +7,7 @@ then: rules written down before the first answer can be told from later ones.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from anydepth.eval.arms import Arm, Study
 from anydepth.eval.backends.base import Backend
 from anydepth.eval.backends.load import load_backend
 from anydepth.eval.protocol import check_unchanged, freeze, prompt_ids, protocol
-from anydepth.eval.run import run, sampling_of
+from anydepth.eval.run import in_force, run, sampling_of
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.record import HEADER, SAMPLES, Record, write_atomically
 
@@ -52,7 +53,9 @@ def run_study(
     task, questions = ask_task(study, options)
     backends = Backends(study, options)
     for arm in study.arms:
-        backends.of(arm).settings(sampling_of(arm, task))
+        settings = in_force(arm, backends.of(arm), sampling_of(arm, task))
+        if settings.get("certificate"):
+            print(f"{arm.name}: {settings['certificate']['says']}", file=sys.stderr)
     if frozen is not None:
         check_unchanged(frozen, freeze_study(study, options=options, backend=backends.of(study.arms[0])))
     _plan(folder, study, frozen)
@@ -68,6 +71,7 @@ def run_study(
                         backend=backend,
                         out=folder / arm.name,
                         questions=questions,
+                        split=study.split,
                         seed=study.seed,
                         threads=threads,
                         concurrency=options.concurrency,
@@ -93,23 +97,23 @@ def freeze_study(study: Study, *, options: Options | None = None, backend: Backe
 
 
 class Backends:
-    """Backends of a study's arms; one of them is held, the model is loaded again where an arm needs another."""
+    """Backends of a study's arms. All are kept of a small model; of another one at a time, and the model is loaded
+    again where an arm needs a different one: two may not fit."""
 
     def __init__(self, study: Study, options: Options) -> None:
         self._study, self._options = study, options
-        self._key: str | None = None
-        self._backend: Backend | None = None
+        self._loaded: dict[str, Backend] = {}
 
     def of(self, arm: Arm) -> Backend:
         key = json.dumps([arm.backend, dict(arm.engine)], sort_keys=True)
-        if self._backend is None or key != self._key:
-            self._backend = None  # before the next one is loaded: two may not fit
+        if key not in self._loaded:
+            if not all(backend.small for backend in self._loaded.values()):
+                self._loaded.clear()
             options = self._options
-            self._backend = load_backend(
+            self._loaded[key] = load_backend(
                 arm, self._study.model, concurrency=options.concurrency, trust_remote_code=options.trust_remote_code
             )
-            self._key = key
-        return self._backend
+        return self._loaded[key]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,12 +47,7 @@ class Checkpoint:
     @cached_property
     def model_hash(self) -> str:
         """sha256 (hex) over the weight files' bytes, in order of name. Read on first use, 0.5 s or so a GB."""
-        digest = hashlib.sha256()
-        for path in sorted(self.weight_files):
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-        return digest.hexdigest()
+        return weights_hash(self.weight_files)
 
     @property
     def tokenizer_hash(self) -> str | None:
@@ -110,6 +105,16 @@ def load_checkpoint(
         weight_files=weights.files,
         revision=place.revision,
     )
+
+
+def weights_hash(files: Iterable[Path]) -> str:
+    """sha256 (hex) over the bytes of weight files, in order of name."""
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def open_weights(path: Path) -> Weights:

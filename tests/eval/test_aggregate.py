@@ -35,7 +35,7 @@ SAMPLES = [
 def test_all_of_them():
     found = aggregate(SAMPLES)
     assert (found["n"], found["unscored"], found["unparseable"], found["length_stops"]) == (3, 1, 1, 1)
-    assert found["accuracy"] == 0.5 and (found["low"], found["high"]) == wilson(1, 2)
+    assert found["accuracy"] == 0.5 and (found["low"], found["high"]) == pytest.approx(wilson(1, 2))
     assert found["depth_histogram"] == {"1": 1, "2": 2, "3": 1, "4": 2}  # without the first tokens of a and b
     assert found["mean_depth"] == pytest.approx(16 / 6)
     assert found["tokens_per_question"] == pytest.approx(8 / 3)

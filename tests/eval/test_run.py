@@ -116,9 +116,9 @@ def test_several_answers_have_seeds_of_their_own_paired_between_arms(llm, task, 
 @pytest.mark.parametrize(
     ("arm", "message"),
     [
-        ({"fill": "full"}, "wants fill 'full', this LLM was made with 'last_exited'"),
-        ({"depth": 9}, "question .*: depth is 9; this model has 4 segments"),
-        ({"max_tokens": 10**9, "trace": [4]}, "trace"),
+        ({"fill": "full"}, "arm 'a' wants fill 'full', this engine was made with 'last_exited'"),
+        ({"depth": 9}, "arm 'a': depth is 9; this model has 4 segments"),
+        ({"max_tokens": 10**9, "trace": [4]}, "arm 'a': trace"),
     ],
 )
 def test_refuses_before_any_work(llm, task, questions, tmp_path, arm, message):

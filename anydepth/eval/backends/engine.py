@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from anydepth.certificate import describe
 from anydepth.engine.llm import LLM
 from anydepth.eval.backends.base import SMALL_HIDDEN, Ask, Backend, Reply
 from anydepth.types import Request, Sampling, Score
@@ -30,7 +31,12 @@ class EngineBackend(Backend):
         engine = self.llm.engine
         request = engine.prepare([0], replace(sampling, n=1), streaming=False)
         low, high = request.bounds
+        asked, certificate = request.sampling, self.llm.certificate
         return {
+            "exit_threshold": asked.exit_threshold,
+            "depth": asked.depth,
+            "trace": asked.trace,
+            "certificate": certificate and {"sha256": certificate.sha256, "says": describe(certificate)},
             "fill": engine.fill.name,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "gate_dtype": engine.gate_dtype,

@@ -17,6 +17,8 @@ def load_backend(arm: Arm, model: str, *, concurrency: int = 32, trust_remote_co
         from anydepth.eval.backends.engine import EngineBackend
 
         return EngineBackend(LLM(model, max_batch=concurrency, **arm.engine))
+    if "certificate" in arm.engine:
+        raise ValueError(f"arm {arm.name!r}: a certificate holds for the engine; leave it out of {arm.backend} arms")
     if arm.backend == "reference":
         from anydepth.eval.backends.reference import ReferenceBackend
 

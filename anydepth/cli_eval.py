@@ -1,0 +1,175 @@
+"""Commands about results: eval, compare, report, bench, calibrate, export, lm-eval. One function call a command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from anydepth.cli_options import AsJson, Model, finish
+
+app = typer.Typer()
+
+
+@app.command("eval")
+def evaluate(
+    out: Annotated[Path | None, typer.Option(help="Folder of the Records, one folder an arm; goes on there.")] = None,
+    study: Annotated[Path | None, typer.Option(help="Arms, questions and rules: an arms.toml.")] = None,
+    protocol: Annotated[Path | None, typer.Option(help="A frozen study; refuses anything changed since.")] = None,
+    freeze: Annotated[Path | None, typer.Option(help="Write the study to this file, so that it can't change.")] = None,
+    model: Model = "nano",
+    task: Annotated[str, typer.Option("--task", "-t", help="nano, gsm8k, mmlu, ifeval, ... or a .py file.")] = "nano",
+    arm: Annotated[list[str] | None, typer.Option(help='Such as "exit_threshold=0.5,min_depth=2"; repeat.')] = None,
+    split: Annotated[str | None, typer.Option(help="The task's first if left out.")] = None,
+    limit: Annotated[int | None, typer.Option(help="The first n questions by hash ranking.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="A file with the ids of the questions, one a line.")] = None,
+    seed: Annotated[int, typer.Option(help="Of answers drawn at a temperature.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Folder of data files; else ANYDEPTH_DATA.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Answers at a time.")] = 32,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
+    trust_remote_code: Annotated[str | None, typer.Option(help="Name of the one model whose own code may run.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run arms over the same questions, one Record an arm; an interrupted run goes on where it stopped."""
+    from anydepth.eval.arms import Study
+    from anydepth.eval.protocol import read_frozen, study_of, write_frozen
+    from anydepth.eval.show import show_arms
+    from anydepth.eval.study import Options, freeze_study, run_study
+
+    if sum(given is not None for given in (study, protocol)) + bool(arm) > 1:
+        raise ValueError("--study, --protocol and --arm were given together; give one of them")
+    if out is None and freeze is None:
+        raise ValueError("nothing to do: give --out to run the study, --freeze to write it down, or both")
+    frozen = read_frozen(protocol) if protocol else None
+    if frozen is not None:
+        plan = study_of(frozen)
+    elif study is not None:
+        plan = Study.read(study)
+    else:
+        head = {"task": task, "model": model, "split": split, "limit": limit, "seed": seed, "ids": _lines(ids)}
+        arms = [_arm(text) for text in arm or ["name=never"]]
+        plan = Study.parse({"study": {k: v for k, v in head.items() if v is not None}, "arm": arms})
+    options = Options(data=data, concurrency=concurrency, threads=threads, trust_remote_code=trust_remote_code)
+    if freeze is not None:
+        frozen = freeze_study(plan, options=options)
+        write_frozen(freeze, frozen)
+        print(f"frozen in {freeze}: study_hash {frozen['study_hash'][:16]}")
+    records = [] if out is None else run_study(plan, out=out, frozen=frozen, options=options)
+    finish("eval", show_arms(records, folder=out), as_json)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Option(help="Folder of grid.json, Records and certificate.json; goes on there.")],
+    eps: Annotated[float, typer.Option(help="Risk that is allowed, 0.05 is 5 % of the questions.")],
+    delta: Annotated[float, typer.Option(help="Chance that the certificate is wrong.")] = 0.05,
+    model: Model = "nano",
+    task: Annotated[str, typer.Option("--task", "-t", help="nano, gsm8k, ... or a .py file.")] = "nano",
+    split: Annotated[str, typer.Option(help="Certifying questions: no test split.")] = "calibration",
+    limit: Annotated[int | None, typer.Option(help="The first n questions by hash ranking, 500 or more.")] = None,
+    threshold: Annotated[list[float] | None, typer.Option(help="A grid point; repeat.")] = None,
+    min_depth: Annotated[list[int] | None, typer.Option(help="Another axis of the grid; repeat.")] = None,
+    setting: Annotated[str, typer.Option("--set", help='Of all arms, such as "fill=full,dtype=float64".')] = "",
+    loss: Annotated[str, typer.Option(help="lost (full depth right, early wrong), wrong or disagree.")] = "lost",
+    method: Annotated[str, typer.Option(help="ltt (learn then test) or conformal_risk_control.")] = "ltt",
+    monotonise: Annotated[bool, typer.Option("--monotonise", help="Conformal: make losses monotone.")] = False,
+    fitted_on: Annotated[list[Path] | None, typer.Option(help="Record or file of ids the grid was fitted on.")] = None,
+    seed: Annotated[int, typer.Option(help="Of answers drawn at a temperature.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Folder of data files; else ANYDEPTH_DATA.")] = None,
+    concurrency: Annotated[int, typer.Option(help="Answers at a time.")] = 32,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose a threshold with a finite-sample guarantee, and write its certificate."""
+    from dataclasses import asdict
+
+    from anydepth.certificate import describe
+    from anydepth.eval.calibrate import THRESHOLDS, Goal, certify, read_ids
+    from anydepth.eval.study import Options
+
+    certificate = certify(
+        Goal(epsilon=eps, delta=delta, loss=loss, method=method, monotonise=monotonise),
+        model=model,
+        task=task,
+        out=out,
+        thresholds=threshold or THRESHOLDS,
+        min_depths=min_depth or (1,),
+        settings=_fields(setting),
+        split=split,
+        limit=limit,
+        fitted_on=[id for path in fitted_on or () for id in read_ids(path)],
+        seed=seed,
+        options=Options(data=data, concurrency=concurrency, threads=threads),
+    )
+    print(describe(certificate))
+    print(f"Certificate in {out / 'certificate.json'}")
+    result = {**asdict(certificate), "file": str(out / "certificate.json"), "says": describe(certificate)}
+    finish("calibrate", result, as_json)
+
+
+@app.command()
+def export(
+    model: Annotated[str, typer.Argument(help="nano, a folder, a .gguf file or a hub id.")],
+    out: Annotated[Path, typer.Argument(help="A new folder, or an earlier export.")],
+    format: Annotated[str, typer.Option(help="hf: a folder for transformers.")] = "hf",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write a folder that transformers loads, with the released model's exit arguments."""
+    from anydepth.models.export import export_hf
+    from anydepth.types import unknown
+
+    if format != "hf":
+        raise unknown("format", format, ["hf"])
+    folder = export_hf(model, out, revision=revision)
+    print(f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it")
+    finish("export", {"folder": str(folder)}, as_json)
+
+
+@app.command(
+    "lm-eval",
+    add_help_option=False,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def lm_eval(context: typer.Context) -> None:
+    """Run lm-evaluation-harness, all of its tasks and options, with the engine as its model."""
+    from anydepth.eval.lm_eval.command import main as run
+
+    run(context.args)
+
+
+def _lines(path: Path | None) -> list[str] | None:
+    return None if path is None else [line.strip() for line in path.read_text().splitlines() if line.strip()]
+
+
+def _arm(text: str) -> dict[str, Any]:
+    """ "exit_threshold=0.5,fill=full" as the fields of an [[arm]]; without a name, the text itself becomes it."""
+    given = _fields(text)
+    name = "_".join(f"{key}-{value}" for key, value in given.items())
+    return {"name": "".join(c if c.isalnum() or c in "_.+-" else "-" for c in name), **given}
+
+
+def _fields(text: str) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for part in _outside_brackets(text):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: {part!r} is no setting; write name=value, separated by commas")
+        try:
+            given[key.strip()] = json.loads(value)
+        except ValueError:
+            given[key.strip()] = value.strip()
+    return given
+
+
+def _outside_brackets(text: str) -> list[str]:
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character == "[") - (character == "]")
+        if character == "," and not depth:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return [part for part in parts if part.strip()]

@@ -1,0 +1,157 @@
+"""Where the answers of two arms part ways: token ids and readout depths, question by question."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from anydepth.record import Sample
+
+# Why the first other token can come out, from what the two arms had in common before it.
+ANOTHER_DEPTH, SAME_DEPTH, ANOTHER_CONTEXT = "another_depth", "same_depth", "another_context"
+
+
+class Spread(NamedTuple):
+    """Of output indices (0 is the first token): least, quartiles, most."""
+
+    least: float
+    lower: float
+    median: float
+    upper: float
+    most: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """How many answers differ in their token ids, in their depths, in either, and where they first do.
+
+    The first token that differs is put down to what came before it, the prompt and all tokens being the same:
+    `another_depth`: the depths before were the same too, and so was the K/V; this step was read at another depth.
+    `same_depth`: and this step was read at the same depth, so that arithmetic (or sampling) made the difference.
+    `another_context`: earlier tokens were read at other depths, or what they skipped was filled otherwise.
+    `depth_first_in_same_context` counts first differing depths with the same tokens and K/V before.
+
+    `shared_tokens` counts the decode tokens up to the first other token; `depth_difference` is the mean depth of the
+    first arm less the second's over them, None where there are none.
+    """
+
+    answers: int
+    differ: int
+    tokens_differ: int
+    depths_differ: int
+    first_token: Spread | None
+    first_depth: Spread | None
+    another_depth: int
+    same_depth: int
+    another_context: int
+    depth_first_in_same_context: int
+    shared_tokens: int
+    depth_difference: float | None
+
+    def asdict(self) -> dict[str, Any]:
+        found = asdict(self)
+        for name in ("first_token", "first_depth"):
+            value = getattr(self, name)
+            found[name] = value and value._asdict()
+        return found
+
+
+def compare_sequences(pairs: Sequence[tuple[Sample, Sample]], *, segments: int, other_fill: bool) -> Sequences:
+    """Compare generated answers pair by pair.
+
+    segments: R, below which a readout leaves planes to be filled. other_fill: the arms fill them otherwise, so that
+    their K/V differs after the first such readout even at equal depths.
+    """
+    tokens, depths, causes, difference, shared = [], [], Counter[str](), 0, 0
+    differ = same_context = 0
+    for a, b in pairs:
+        token = first_difference(a["output_ids"], b["output_ids"])
+        depth = first_difference(a["depths"], b["depths"])
+        differ += token is not None or depth is not None
+        before = len(a["depths"]) - a["decode_tokens"]  # read off the prompt
+        end = len(a["output_ids"]) if token is None else token
+        shared += max(0, end - before)
+        if depth is not None and depth < end:
+            difference += sum(a["depths"][before:end]) - sum(b["depths"][before:end])
+        filled = _first_filled(a["depths"], before, segments) if other_fill else None
+        if token is not None:
+            tokens.append(token)
+            causes[_cause(token, depth, filled)] += 1
+        if depth is not None:
+            depths.append(depth)
+            same_context += (token is None or depth <= token) and (filled is None or filled >= depth)
+    return Sequences(
+        answers=len(pairs),
+        differ=differ,
+        tokens_differ=len(tokens),
+        depths_differ=len(depths),
+        first_token=_spread(tokens),
+        first_depth=_spread(depths),
+        another_depth=causes[ANOTHER_DEPTH],
+        same_depth=causes[SAME_DEPTH],
+        another_context=causes[ANOTHER_CONTEXT],
+        depth_first_in_same_context=same_context,
+        shared_tokens=shared,
+        depth_difference=difference / shared if shared else None,
+    )
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """First index at which two lists differ or only one goes on; None for equal ones."""
+    if a == b:
+        return None
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _first_filled(depths: Sequence[int], before: int, segments: int) -> int | None:
+    """First output whose readout left planes to be filled; later ones see what was put there."""
+    return next((i for i in range(before, len(depths)) if depths[i] < segments), None)
+
+
+def _cause(token: int, depth: int | None, filled: int | None) -> str:
+    if (depth is not None and depth < token) or (filled is not None and filled < token):
+        return ANOTHER_CONTEXT
+    return ANOTHER_DEPTH if depth == token else SAME_DEPTH
+
+
+def _spread(indices: Sequence[int]) -> Spread | None:
+    if not indices:
+        return None
+    several = [*indices, *indices] if len(indices) == 1 else indices
+    lower, median, upper = quantiles(several, n=4, method="inclusive")
+    return Spread(min(indices), lower, median, upper, max(indices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceDifferences:
+    """Answers that were scored by likelihood: questions with another choice, the largest distance of two logprobs of
+    one token, and questions of which any token was read at another depth."""
+
+    answers: int
+    chosen_differ: int
+    most_logprob_difference: float
+    depths_differ: int
+
+
+def compare_choices(pairs: Sequence[tuple[Sample, Sample]]) -> ChoiceDifferences:
+    """Compare answers that have `choices`. ValueError for continuations of other lengths, which are other questions."""
+    most, chosen, depths = 0.0, 0, 0
+    for a, b in pairs:
+        ones, others = a["choices"], b["choices"]
+        if [len(one["logprobs"]) for one in ones] != [len(other["logprobs"]) for other in others]:
+            raise ValueError(f"question {a['id']!r} has choices of other lengths in the two Records; run one again")
+        chosen += _chosen(ones) != _chosen(others)
+        depths += [one["depths"] for one in ones] != [other["depths"] for other in others]
+        for one, other in zip(ones, others, strict=True):
+            most = max([most, *(abs(x - y) for x, y in zip(one["logprobs"], other["logprobs"], strict=True))])
+    return ChoiceDifferences(
+        answers=len(pairs), chosen_differ=chosen, most_logprob_difference=most, depths_differ=depths
+    )
+
+
+def _chosen(choices: Sequence[Sample]) -> int:
+    sums = [sum(choice["logprobs"]) for choice in choices]
+    return sums.index(max(sums))

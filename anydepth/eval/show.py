@@ -1,0 +1,57 @@
+"""What evaluation commands print: short tables on stdout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from anydepth.record import Record
+
+
+def show_arms(records: Sequence[Record], *, folder: Path | None) -> dict[str, Any]:
+    """Print a line an arm; the same as a dict."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [{"name": record.settings_used["name"], **record.aggregates} for record in records]
+    if not rows:
+        return {"arms": []}
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("arm", overflow="fold", min_width=16)
+    headings = ["n", "right %", "95 %", "mean\ndepth", "tokens/\nquestion", "segments/\nquestion"]
+    counts = {"length_stops": "cut\noff", "unparseable": "un-\nread", "unscored": "un-\nscored"}
+    shown = [name for name in counts if any(row[name] for row in rows)]
+    for heading in [*headings, *(counts[name] for name in shown)]:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["name"],
+            str(row["n"]),
+            _percent(row["accuracy"]),
+            f"{_percent(row['low'])}-{_percent(row['high'])}",
+            _number(row["mean_depth"], 2),
+            _number(row["tokens_per_question"], 1),
+            _number(row["segments_executed_per_question"], 1),
+            *(str(row[name]) for name in shown),
+        )
+    console = Console(highlight=False)
+    console.print(table)
+    for row in rows:
+        for name, found in row["by_extractor"].items():
+            console.print(
+                f"{row['name']}, {name} extraction: {_percent(found['accuracy'])} %, unread {found['unparseable']}"
+            )
+        for name, value in row["metrics"].items():
+            console.print(f"{row['name']}, {name}: {_number(value, 4)}")
+    console.print(f"Records in {folder}", soft_wrap=True)
+    return {"arms": rows, "folder": str(folder)}
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f}"
+
+
+def _number(value: float | None, places: int) -> str:
+    return "–" if value is None else f"{value:.{places}f}"

@@ -1,0 +1,154 @@
+"""A comparison in words and as a table on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from anydepth.eval.compare import Comparison, Estimate, Work
+from anydepth.eval.factors import Factor
+from anydepth.eval.page import digits, p_value, percent, points
+
+SIGNIFICANT = 0.05
+
+
+def print_comparison(found: Comparison) -> None:
+    """What `anydepth compare` says, on stdout."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in (f"A: {found.a}", f"B: {found.b}", "A − B, or A / B (95 %)"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in figures(found):
+        table.add_row(*row)
+    console.print(table)
+    for line in (*differing(found), *verdict(found), *where_they_part(found)):
+        console.print(line, soft_wrap=True)
+
+
+def figures(found: Comparison) -> list[tuple[str, str, str, str]]:
+    """Rows of (what, A, B, how they relate)."""
+    rows = []
+    if found.outcome is not None:
+        result, sides = found.outcome.result, (found.outcome.a, found.outcome.b)
+        a, b = (f"{percent(x['accuracy'], 2)} ({percent(x['low'])}–{percent(x['high'])})" for x in sides)
+        rows.append(("right %", a, b, f"{points(result.difference)} pp ({interval(result.interval)})"))
+        rows.append(("only this one right", str(found.outcome.gains), str(found.outcome.losses), ""))
+    rows += [
+        _work_row("segments read/question", found.read),
+        _work_row("segments executed/question", found.executed),
+    ]
+    if found.choices is None:
+        tokens = found.tokens
+        rows.append(("tokens/question", digits(tokens.a, 1), digits(tokens.b, 1), estimate(tokens.difference)))
+        rows.append(("cut off by length", str(found.length_stops[0]), str(found.length_stops[1]), ""))
+    if any(found.unscored):
+        a, b, either = map(str, found.unscored)
+        rows.append(("unscored", a, b, f"{either} left out of both"))
+    return rows
+
+
+def differing(found: Comparison) -> list[str]:
+    """What differs in the settings, with a warning where that is more than one factor."""
+    lines = [f"Differs in: {factor_words(found.factors)}"]
+    if not found.factors:
+        lines = ["No setting differs that could make a difference."]
+    elif len(found.factors) > 1:
+        lines.append(
+            f"WARNING: {len(found.factors)} factors differ, so what is found below cannot be put down to one of them."
+        )
+    if found.without_effect:
+        lines.append(f"Without effect in these runs: {factor_words(found.without_effect)}")
+    if found.environment:
+        lines.append(f"Made under different conditions: {factor_words(found.environment)}")
+    return lines
+
+
+def factor_words(factors: Sequence[Factor]) -> str:
+    return "; ".join(f"{name} ({a} against {b})" for name, a, b in factors) or "nothing"
+
+
+def verdict(found: Comparison) -> list[str]:
+    """What the scores say, without taking "not significant" for "equal"."""
+    outcome = found.outcome
+    if outcome is None:
+        return [f"Nothing to say about accuracy: of {found.answers} answers none has a score in both."]
+    result = outcome.result
+    limits = f"the 95 % interval of A − B is {interval(result.interval)} pp"
+    if outcome.gains + outcome.losses == 0:
+        lines = [f"All {outcome.n} scored answers are worth the same in both; {limits}."]
+    elif result.p < SIGNIFICANT:
+        kind = "more" if result.difference > 0 else "less"
+        lines = [f"A is {kind} accurate than B: {outcome.test}, p = {p_value(result.p)}; {limits}."]
+    else:
+        lines = [
+            f"No difference in accuracy was shown: {outcome.test}, p = {p_value(result.p)}. That is not equality: "
+            f"{limits}."
+        ]
+    if found.margin_pp is not None:
+        lower = f"the lower 95 % limit of A − B is {points(result.lower_limit)} pp"
+        lines.append(
+            f"A is non-inferior to B at a margin of {found.margin_pp:g} pp: {lower}."
+            if found.non_inferior
+            else f"A was not shown to be non-inferior to B at a margin of {found.margin_pp:g} pp: {lower}."
+        )
+    return lines
+
+
+def where_they_part(found: Comparison) -> list[str]:
+    """How many answers, tokens and depths differ, and what came before the first difference."""
+    lines = [f"{found.answers_differ} of {found.answers} answers differ."]
+    if (choices := found.choices) is not None:
+        return [
+            *lines,
+            f"Another choice is likelier in {choices.chosen_differ} questions; the largest distance of a token's "
+            f"logprobs is {choices.most_logprob_difference:.2g}; depths differ in {choices.depths_differ}.",
+        ]
+    if (found_ids := found.sequences) is None or not found_ids.differ:
+        return [*lines, "Token ids and depths are the same throughout."]
+    lines.append(
+        f"Token ids differ in {found_ids.tokens_differ} answers, depths in {found_ids.depths_differ}, either in "
+        f"{found_ids.differ}."
+    )
+    if spread := found_ids.first_token:
+        lines.append(
+            f"The first other token: at index {spread.median:g} in the median ({spread.least:g} to {spread.most:g}). "
+            f"With the same tokens, depths and K/V before it: {found_ids.another_depth} where this step was read at "
+            f"another depth, {found_ids.same_depth} at the same depth. With another K/V before it: "
+            f"{found_ids.another_context}."
+        )
+    if found_ids.depths_differ:
+        lines.append(
+            f"The first other depth came after the same tokens and K/V in {found_ids.depth_first_in_same_context} of "
+            f"{found_ids.depths_differ}. On shared tokens A is read {found_ids.depth_difference or 0.0:+.2f} segments "
+            f"deeper a token."
+        )
+    return lines
+
+
+def interval(limits: Any) -> str:
+    """Limits of a share's difference, in points: "+3.74 to +7.77"."""
+    return f"{points(limits[0])} to {points(limits[1])}"
+
+
+def estimate(found: Estimate, places: int = 1) -> str:
+    """+1.2 (−0.3 to +2.7)."""
+    value, low, high = (
+        "–" if x is None else f"{x:+.{places}f}".replace("-", "−") for x in (found.value, found.low, found.high)
+    )
+    return f"{value} ({low} to {high})"
+
+
+def ratio(found: Work) -> str:
+    """0.554 (0.541–0.567)."""
+    if found.ratio is None:
+        return "–"
+    return f"{digits(found.ratio.value, 3)} ({digits(found.ratio.low, 3)}–{digits(found.ratio.high, 3)})"
+
+
+def _work_row(name: str, found: Work) -> tuple[str, str, str, str]:
+    return name, digits(found.a, 1), digits(found.b, 1), f"× {ratio(found)}"

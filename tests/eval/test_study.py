@@ -1,0 +1,170 @@
+"""Studies: arms.toml read with its mistakes located, run and resumed, plans kept, frozen protocols held to."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from anydepth.eval.arms import Arm, Study
+from anydepth.eval.protocol import read_frozen, study_of, write_frozen
+from anydepth.eval.study import freeze_study, read_plan, run_study
+from anydepth.record import Record
+from tests.random_nano import write_random_nano
+
+TOML = """\
+[study]
+task = "nano"
+model = "{model}"
+limit = 6
+seed = 3
+
+[[arm]]
+name = "B0"
+policy = "never"
+max_tokens = 8
+
+[[arm]]
+name = "B1-0.5"
+policy = "gate_cdf"
+exit_threshold = 0.5
+fill = "full"
+max_tokens = 8
+
+[[rule]]
+name = "B1 differs"
+compare = ["B1-0.5", "B0"]
+p_below = 0.05
+min_abs_difference_pp = 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_random_nano(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def toml(model, tmp_path):
+    path = tmp_path / "arms.toml"
+    path.write_text(TOML.format(model=model))
+    return path
+
+
+def test_a_study_is_read(toml, model):
+    study = Study.read(toml)
+    assert study.head() == {"task": "nano", "model": str(model), "limit": 6, "seed": 3}
+    assert [arm.name for arm in study.arms] == ["B0", "B1-0.5"] and study.arms[1].fill == "full"
+    assert study.rules[0].compare == ("B1-0.5", "B0") and study.rules[0].p_below == 0.05
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("limit = 6", "limitt = 6", r"line 4: \[study\]: unknown field 'limitt'; did you mean 'limit'"),
+        ("limit = 6", "limit = = 6", r"at line 4, column"),
+        ("exit_threshold = 0.5", "exit_treshold = 0.5", r"line 15: arm 'B1-0.5': unknown field 'exit_treshold'"),
+        ("exit_threshold = 0.5", "exit_threshold = 5", r"line 15: arm 'B1-0.5': exit_threshold is 5; allowed"),
+        ('"full"\nmax_tokens = 8', '"full"\nmax_tokens = -8', r"line 17: arm 'B1-0.5': max_tokens is -8"),
+        ('name = "B1-0.5"', 'name = "B0"', "two arms have the name 'B0'"),
+        ('"B1-0.5", "B0"', '"B1-0.5", "B9"', r"line 21: rule 'B1 differs': unknown arm 'B9'"),
+        ("p_below = 0.05", "p_below = -1", r"line 22: rule 'B1 differs': p_below is -1"),
+        ("p_below", "p_under", r"line 22: rule 'B1 differs': unknown field 'p_under'"),
+        ("[[rule]]", "[[rules]]", r"line 19: unknown table 'rules'"),
+        ('task = "nano"', "", r"\[study\]: task is None"),
+    ],
+)
+def test_a_mistake_is_named_with_its_line(toml, old, new, message):
+    assert old in toml.read_text()
+    toml.write_text(toml.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=rf"arms\.toml.*{message}"):
+        Study.read(toml)
+
+
+def test_each_arm_becomes_a_record_and_a_second_run_changes_nothing(toml, tmp_path):
+    study = Study.read(toml)
+    records = run_study(study, out=tmp_path / "out", progress=False)
+    assert [record.settings_used["name"] for record in records] == ["B0", "B1-0.5"]
+    assert len({record.protocol_hash for record in records}) == 1 and records[0].protocol_hash
+    assert [record.settings_used["fill"] for record in records] == ["last_exited", "full"]
+    assert records == [Record.read(tmp_path / "out" / arm.name) for arm in study.arms]
+    assert run_study(study, out=tmp_path / "out", progress=False) == records
+    assert len(read_plan(tmp_path / "out")) == 1
+
+
+def test_rules_that_come_later_are_told_from_those_set_beforehand(toml, tmp_path):
+    study = Study.read(toml)
+    run_study(study, out=tmp_path / "out", progress=False)
+    later = replace(study, rules=(replace(study.rules[0], p_below=0.5),))
+    run_study(later, out=tmp_path / "out", progress=False)
+    first, second = read_plan(tmp_path / "out")
+    assert (first["answers"], second["answers"]) == (0, 12)
+    assert [plan["rules"][0]["p_below"] for plan in (first, second)] == [0.05, 0.5]
+
+
+def test_nothing_is_computed_where_an_arm_does_not_fit(toml, tmp_path):
+    study = Study.read(toml)
+    with pytest.raises(ValueError, match="arm 'deep': depth is 7"):
+        run_study(
+            replace(study, arms=(*study.arms, Arm.parse({"name": "deep", "depth": 7}))),
+            out=tmp_path / "out",
+            progress=False,
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_frozen_study_is_run_as_it_was_frozen(toml, tmp_path):
+    study = Study.read(toml)
+    frozen = freeze_study(study)
+    write_frozen(tmp_path / "protocol.json", frozen)
+    write_frozen(tmp_path / "protocol.json", frozen)  # the same again is no conflict
+    assert study_of(read_frozen(tmp_path / "protocol.json")) == study
+    records = run_study(study_of(frozen), out=tmp_path / "out", frozen=frozen, progress=False)
+    assert read_plan(tmp_path / "out")[0]["study_hash"] == frozen["study_hash"]
+    assert len(records) == 2
+    with pytest.raises(ValueError, match="holds another frozen study"):
+        write_frozen(tmp_path / "protocol.json", freeze_study(replace(study, limit=5)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"limit": 5}, "questions differ from entry 5 on"),
+        ({"seed": 4}, "study.seed was 3 and is 4"),
+        ({"rules": ()}, "rules differ from entry 0"),
+        ({"arms": (Arm(name="B0"),)}, "arms differ from entry 0"),
+        ({"split": "validation"}, "prompt_ids_sha256 differ"),
+    ],
+)
+def test_a_run_from_a_frozen_study_refuses_what_changed(toml, tmp_path, change, message):
+    study = Study.read(toml)
+    frozen = freeze_study(study)
+    with pytest.raises(ValueError, match=f"frozen with something else.*{message}"):
+        run_study(replace(study, **change), out=tmp_path / "out", frozen=frozen, progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_model_package_or_edited_file_is_found(toml, tmp_path, monkeypatch):
+    study = Study.read(toml)
+    frozen = freeze_study(study)
+    other = write_random_nano(tmp_path / "other", seed=1)
+    with pytest.raises(ValueError, match="model_hash was"):
+        run_study(replace(study, model=str(other)), out=tmp_path / "out", frozen=frozen, progress=False)
+    monkeypatch.setattr("anydepth.eval.protocol.package_versions", lambda: {**frozen["packages"], "torch": "1.0"})
+    with pytest.raises(ValueError, match=r"packages.torch was '2.* and is '1.0'"):
+        run_study(study, out=tmp_path / "out", frozen=frozen, progress=False)
+    edited = {**frozen, "rules": []}
+    (tmp_path / "protocol.json").write_text(json.dumps(edited))
+    with pytest.raises(ValueError, match="edited after it was frozen"):
+        read_frozen(tmp_path / "protocol.json")
+    (tmp_path / "protocol.json").write_text(json.dumps({**frozen, "version": 9}))
+    with pytest.raises(ValueError, match="has version 9"):
+        read_frozen(tmp_path / "protocol.json")
+
+
+def test_caps_of_an_arm_of_its_own_change_its_protocol(toml, tmp_path):
+    study = Study.read(toml)
+    longer = replace(study, arms=(study.arms[0], Arm.parse({"name": "long", "max_tokens": 9})))
+    first, second = run_study(longer, out=tmp_path / "out", progress=False)
+    assert first.protocol_hash != second.protocol_hash
