@@ -7,19 +7,21 @@ range; ratios are of runs of one call only.
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
-
+from anydepth.bench.drive import Quantiles, closed_loop, quantiles, settle_on
+from anydepth.bench.memory import UNMEASURED, Peak, watch_peak
 from anydepth.bench.roofline import Machine, Work, bound, measure_machine, spread
 from anydepth.engine.engine import Engine
+from anydepth.engine.philox import derive
+from anydepth.exits.load import policy_name
 from anydepth.models.base import Model
-from anydepth.types import Request, Sampling
+from anydepth.types import Output, Request, Sampling
 
 WORTHWHILE = 1.1  # below this S_max the shares of a gain say nothing
+PAGE_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,21 @@ class Cell:
 
 @dataclass(frozen=True)
 class Timing:
-    """One run: seconds spent, tokens that came out, and the least work that the same turns could have been."""
+    """One run: seconds spent, tokens that came out, and the least work that the same turns could have been.
+
+    The rest is of the whole run, prompts included: `outputs` in the order of the prompts, seconds from a request's
+    submission to its first token and between two tokens of one request, peak memory, and peak pages of K/V.
+    """
 
     seconds: float
     tokens: int
     work: Work
+    outputs: tuple[Output, ...] = ()
+    first_token_s: Quantiles | None = None
+    inter_token_s: Quantiles | None = None
+    memory: Peak = UNMEASURED
+    pages_peak: int = 0
+    kv_peak_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,23 +93,74 @@ def matched_work(
     """Time every cell on the same prompts and answer lengths (tokens, one a prompt); the first cell is the baseline.
 
     decode_only leaves out turns that carry prompt tokens, in seconds and in the bound alike. `progress(done, total)`
-    is called after every run. One warm-up run per fill is not counted.
+    is called after every run.
     """
-    machine = measure_machine(model)
-    for fill in {cell.fill for cell in cells}:
-        warm = next(cell for cell in cells if cell.fill == fill)
-        run_cell(model, warm, prompts[:concurrency], lengths[:concurrency], machine, concurrency=concurrency)
-    order = [cell for cell in cells for _ in range(repetitions)]
-    random.Random(seed).shuffle(order)
     timings: dict[str, list[Timing]] = {cell.name: [] for cell in cells}
-    for done, cell in enumerate(order, 1):
-        timings[cell.name].append(
-            run_cell(model, cell, prompts, lengths, machine, concurrency=concurrency, decode_only=decode_only)
-        )
+    runs = timed_runs(
+        model,
+        cells,
+        prompts,
+        lengths,
+        measure_machine(model),
+        concurrency=concurrency,
+        repetitions=repetitions,
+        decode_only=decode_only,
+        shuffle=random.Random(seed),
+        seed=seed,
+    )
+    for done, (cell, _, timing) in enumerate(runs, 1):
+        timings[cell.name].append(timing)
         if progress:
-            progress(done, len(order))
+            progress(done, len(cells) * repetitions)
     base = timings[cells[0].name]
     return [summarise(cell.name, timings[cell.name], base) for cell in cells]
+
+
+def timed_runs(
+    model: Model,
+    cells: Sequence[Cell],
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    machine: Machine,
+    *,
+    concurrency: int,
+    repetitions: int,
+    shuffle: random.Random,
+    seed: int = 0,
+    decode_only: bool = False,
+) -> Iterator[tuple[Cell, int, Timing]]:
+    """Every (cell, repetition) once, in shuffled order, as it is done, after a warm-up."""
+    warm_up(model, cells, prompts[:concurrency], lengths[:concurrency], concurrency=concurrency)
+    order = [(cell, repetition) for cell in cells for repetition in range(repetitions)]
+    shuffle.shuffle(order)
+    for cell, repetition in order:
+        yield (
+            cell,
+            repetition,
+            run_cell(
+                model,
+                cell,
+                prompts,
+                lengths,
+                machine,
+                concurrency=concurrency,
+                decode_only=decode_only,
+                seed=seed,
+            ),
+        )
+
+
+def warm_up(
+    model: Model,
+    cells: Sequence[Cell],
+    prompts: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    *,
+    concurrency: int,
+) -> None:
+    """Run each policy under each fill once, uncounted."""
+    for cell in {(cell.fill, policy_name(cell.sampling)): cell for cell in reversed(cells)}.values():
+        run_cell(model, cell, prompts, lengths, Machine(1.0, 1.0), concurrency=concurrency)
 
 
 def run_cell(
@@ -109,24 +172,30 @@ def run_cell(
     *,
     concurrency: int,
     decode_only: bool = False,
+    seed: int = 0,
 ) -> Timing:
-    """One run of one cell in a fresh engine."""
+    """One run of one cell in a fresh engine, `concurrency` requests in flight."""
+    peak = watch_peak(model.device)
     positions = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
-    pages = concurrency * (positions // 16 + 1)
-    engine = Engine(model, fill=cell.fill, max_batch=concurrency, page_size=16, kv_pages=pages)
+    pages = concurrency * (positions // PAGE_SIZE + 1)
+    engine = Engine(model, fill=cell.fill, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages)
     engine.work = []
-    for request in _requests(engine, cell, prompts, lengths):
-        engine.submit(request)
-    turns: list[tuple[float, int]] = []
-    while not engine.idle:
-        start = time.perf_counter()
-        chunks = engine.step()
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
-        turns.append((time.perf_counter() - start, len(chunks)))
+    requests = matched_requests(engine, cell, prompts, lengths, seed=seed)
+    seen = closed_loop(engine, requests, concurrency=concurrency, settle=settle_on(model.device))
+    memory, stats = peak(), engine.stats()
+    turns_s = seen.turns_s()
     counted = [i for i, work in enumerate(engine.work) if not (decode_only and work.prefill_rows)]
-    work = bound(model, [engine.work[i] for i in counted], machine)
-    return Timing(sum(turns[i][0] for i in counted), sum(turns[i][1] for i in counted), work)
+    return Timing(
+        seconds=sum(turns_s[i] for i in counted),
+        tokens=sum(seen.turn_tokens[i] for i in counted),
+        work=bound(model, [engine.work[i] for i in counted], machine),
+        outputs=tuple(seen.outputs[request.id] for request in requests),
+        first_token_s=quantiles(seen.first_token_s()),
+        inter_token_s=quantiles(seen.inter_token_s()),
+        memory=memory,
+        pages_peak=stats["pages_peak"],
+        kv_peak_bytes=stats["pages_peak"] * stats["kv_bytes"] // (stats["pages"] + 1),  # and the null page
+    )
 
 
 def summarise(name: str, timings: Sequence[Timing], base: Sequence[Timing]) -> Throughput:
@@ -155,10 +224,16 @@ def summarise(name: str, timings: Sequence[Timing], base: Sequence[Timing]) -> T
     )
 
 
-def _requests(engine: Engine, cell: Cell, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Request]:
-    """Requests that decode exactly `lengths` tokens: no end-of-text, no stop strings."""
+def matched_requests(
+    engine: Engine, cell: Cell, prompts: Sequence[Sequence[int]], lengths: Sequence[int], *, seed: int
+) -> list[Request]:
+    """Requests that decode exactly `lengths` tokens: no end-of-text, no stop strings. What is drawn at a temperature
+    depends on the prompt and the seed (the cell's own, where it has one), so equal prompts are answered alike."""
+    own = cell.sampling.seed
+    first: dict[tuple[int, ...], int] = {}
     asks = []
-    for prompt, length in zip(prompts, lengths, strict=True):
-        ask = replace(cell.sampling, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=())
-        asks.append(engine.prepare(prompt, ask, streaming=False))
+    for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
+        drawn = derive(seed if own is None else own, first.setdefault(tuple(prompt), index), 0)
+        ask = replace(cell.sampling, max_tokens=length, ignore_eos=True, stop=(), stop_token_ids=(), n=1)
+        asks.append(engine.prepare(prompt, ask, seed=drawn, streaming=False))
     return asks

@@ -71,7 +71,7 @@ def run(
         tell(len(asks) - len(left))
         fitting = [ask for ask in left if _room(ask, backend.max_positions)]
         for ask in left:
-            if ask not in fitting:
+            if not _room(ask, backend.max_positions):
                 writer.append(_too_long(known[ask.key[0]], ask, backend.max_positions))
                 tell(1)
         for reply in backend.replies(fitting, sampling, concurrency=concurrency):
