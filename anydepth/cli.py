@@ -85,9 +85,7 @@ def generate(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")] = "cpu",
     gate_dtype: Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    certificate: Annotated[
-        Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")
-    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, streaming the text."""

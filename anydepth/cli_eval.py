@@ -61,6 +61,96 @@ def evaluate(
 
 
 @app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="Folder of a Record.")],
+    b: Annotated[Path, typer.Argument(help="Folder of the Record it is held against.")],
+    margin_pp: Annotated[float | None, typer.Option(help="Non-inferior: A at most so many points below B.")] = None,
+    clustered: Annotated[
+        bool, typer.Option("--clustered", help="Several answers a question.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Two arms on the same questions: what differs, gains and losses, tests, where answers part ways."""
+    from anydepth.eval.compare.compare import compare as run
+    from anydepth.eval.compare.words import print_comparison
+    from anydepth.record import Record
+
+    found = run(Record.read(a), Record.read(b), margin_pp=margin_pp, clustered=clustered)
+    print_comparison(found)
+    finish("compare", found.asdict(), as_json)
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of studies, Records and benches; all below is read.")],
+    out: Annotated[Path, typer.Option(help="Folder of report.html, report.md and pictures.")] = Path("report"),
+    margin_pp: Annotated[float, typer.Option(help="Margin of non-inferiority, in percentage points.")] = 1.0,
+    baseline: Annotated[str | None, typer.Option(help="Hold every arm against this one.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """One page from Records alone: accuracy against work, pairs, rules, throughput, a proposal."""
+    from anydepth.eval.report.report import report as run
+
+    result = run(folders, out, margin_pp=margin_pp, baseline=baseline)
+    for section in result["sections"]:
+        print("\n".join([section["title"], *section["proposal"]["lines"]]))
+    print(f"Open {result['files']['html']}, or read {result['files']['markdown']}")
+    finish("report", result, as_json)
+
+
+@app.command()
+def bench(
+    out: Annotated[Path, typer.Option(help="Folder of the Record; goes on there.")],
+    arm: Annotated[list[str] | None, typer.Option(help='Such as "exit_threshold=0.5,fill=full"; repeat.')] = None,
+    study: Annotated[Path | None, typer.Option(help="Arms, task and model of an arms.toml instead.")] = None,
+    model: Model = "nano",
+    task: Annotated[str, typer.Option("--task", "-t", help="Where the prompts are from.")] = "nano",
+    limit: Annotated[int, typer.Option(help="Prompts, the first by hash ranking.")] = 64,
+    concurrency: Annotated[str, typer.Option(help="Requests at a time, a list.")] = "1,8,32",
+    repetitions: Annotated[int, typer.Option(help="Runs of each cell, in shuffled order.")] = 3,
+    requests: Annotated[int | None, typer.Option(help="Of a run; four a slot if left out.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Arrivals for the open loop, a JSONL.")] = None,
+    trace_requests: Annotated[int, typer.Option(help="How many of them.")] = 100,
+    requests_per_s: Annotated[float | None, typer.Option(help="Mean rate to which the trace is scaled.")] = None,
+    rate_scale: Annotated[float | None, typer.Option(help="Or: trace seconds a second.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Slots of the open loop's engine.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of the order of runs, and of what is drawn.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Folder of data files; else ANYDEPTH_DATA.")] = None,
+    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time arms on the same work at several concurrencies, beside their bounds, and under recorded arrivals."""
+    from anydepth.bench.table import print_tables
+    from anydepth.bench_arms import bench_arms
+    from anydepth.eval.arms import Arm, Study
+
+    if study is not None and arm:
+        raise ValueError("--study and --arm were given together; give one of them")
+    plan = Study.read(study) if study else None
+    record = bench_arms(
+        plan.arms if plan else [Arm.parse(_arm(text)) for text in arm or ["name=never"]],
+        model=plan.model if plan else model,
+        task=plan.task if plan else task,
+        out=out,
+        limit=limit,
+        concurrency=_whole_numbers(concurrency),
+        repetitions=repetitions,
+        requests=requests,
+        trace=trace,
+        trace_requests=trace_requests,
+        requests_per_s=requests_per_s,
+        rate_scale=rate_scale,
+        max_batch=max_batch,
+        seed=seed,
+        data=data,
+        threads=threads,
+    )
+    print_tables(record)
+    print(f"Record in {out}")
+    finish("bench", {**record.aggregates, "folder": str(out)}, as_json)
+
+
+@app.command()
 def calibrate(
     out: Annotated[Path, typer.Option(help="Folder of grid.json, Records and certificate.json; goes on there.")],
     eps: Annotated[float, typer.Option(help="Risk that is allowed, 0.05 is 5 % of the questions.")],
@@ -140,6 +230,15 @@ def lm_eval(context: typer.Context) -> None:
     run(context.args)
 
 
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(
+            f"concurrency is {text!r}; allowed: whole numbers separated by commas, such as 1,8,32"
+        ) from error
+
+
 def _lines(path: Path | None) -> list[str] | None:
     return None if path is None else [line.strip() for line in path.read_text().splitlines() if line.strip()]
 
@@ -147,7 +246,8 @@ def _lines(path: Path | None) -> list[str] | None:
 def _arm(text: str) -> dict[str, Any]:
     """ "exit_threshold=0.5,fill=full" as the fields of an [[arm]]; without a name, the text itself becomes it."""
     given = _fields(text)
-    name = "_".join(f"{key}-{value}" for key, value in given.items())
+    said = {"exit_threshold": "gate-", **dict.fromkeys(("fill", "policy", "backend", "dtype"), "")}
+    name = "_".join(f"{said.get(key, f'{key}-')}{value}" for key, value in given.items())
     return {"name": "".join(c if c.isalnum() or c in "_.+-" else "-" for c in name), **given}
 
 

@@ -13,9 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anydepth.eval import plot, report
 from anydepth.eval.arms import Arm
 from anydepth.eval.backends.base import Backend
+from anydepth.eval.report import demo_page, plot
+from anydepth.eval.report.page import digits, percent
 from anydepth.eval.run import provenance_of, question_ids_hash, run, token_pieces
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.models.nano.questions import KINDS, question_text
@@ -30,6 +31,7 @@ BASELINE = "never"
 CONCURRENCY = 32
 REPETITIONS = 3
 TIMED_QUESTIONS = 128
+WORK = "segments a question: passes run for the generated tokens (fewer is cheaper)"
 TIMING_SHARE = 0.5  # of the answers' time, for the progress bar
 
 
@@ -87,10 +89,11 @@ def demo(
         for record in records:
             name = record.settings_used["name"]
             writer.append({"id": name, "answer_index": 0, "samples_sha256": record.samples_sha256, **speeds[name]})
-        rows = [{**report.row(record), **speeds[record.settings_used["name"]]} for record in records]
+        rows = [{**demo_page.row(record), **speeds[record.settings_used["name"]]} for record in records]
         study = writer.finish({"arms": rows})
-    write_atomically(folder / "pareto.png", picture := plot.pareto(rows))
-    html = report.page(study, records, shown=answers(llm, asked, records), picture=picture)
+    figure = plot.pareto(demo_page.pareto_points(rows), x_label=WORK)
+    write_atomically(folder / "pareto.png", picture := plot.png(figure))
+    html = demo_page.page(study, records, shown=answers(llm, asked, records), picture=picture)
     write_atomically(folder / "report.html", html.encode())
     print_table(rows, folder=folder, seconds=time.perf_counter() - start)
     files = {
@@ -163,7 +166,7 @@ def open_study(
             kind="study",
             settings_used=settings,
             settings_passed={},
-            provenance=provenance_of(task, backend, asked, seed=0, threads=1),
+            provenance=provenance_of(task, backend, task.hash(asked), seed=0, threads=1),
         )
 
     if (folder / HEADER).exists():
@@ -207,7 +210,7 @@ def throughput(
     return {cell.name: {key: value for key, value in cell.asdict().items() if key != "name"} for cell in found}
 
 
-def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> list[report.Shown]:
+def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> list[demo_page.Shown]:
     """The first question of each difficulty (kinds take turns), as answered at depth 1, by the gate, at full depth."""
     assert llm.tokenizer is not None
     pieces = partial(token_pieces, llm.tokenizer.decode)
@@ -220,13 +223,13 @@ def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> l
         kind = KINDS[index % len(KINDS)]
         question = next((question for question in matching if question.data.kind == kind), matching[0])
         shown.append(
-            report.Shown(
+            demo_page.Shown(
                 title=f"Difficulty {difficulty}",
                 asked=question_text(question.data),
                 gold=question.gold,
                 context=str(question.prompt).removesuffix(question_text(question.data)),
                 answers=tuple(
-                    report.answer(samples[arm][question.id], label=label, pieces=pieces, stop_ids=stop_ids)
+                    demo_page.answer(samples[arm][question.id], label=label, pieces=pieces, stop_ids=stop_ids)
                     for arm, label in labels.items()
                 ),
             )
@@ -266,7 +269,6 @@ def print_table(rows: Sequence[Mapping[str, Any]], *, folder: Path, seconds: flo
         "% of\nbound",
     ):
         table.add_column(heading, justify="left" if heading in ("arm", "") else "right", no_wrap=True)
-    percent, digits = report.percent, report.digits
     for row in rows:
         table.add_row(
             row["name"],

@@ -13,7 +13,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
@@ -73,7 +73,9 @@ class Record:
 
     def header(self) -> dict[str, Any]:
         """What stands in record.json."""
-        return {name: value for name, value in asdict(self).items() if name not in ("path", "samples")}
+        return {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name not in ("path", "samples")
+        }
 
 
 class RecordWriter:
@@ -131,9 +133,10 @@ class RecordWriter:
             raise ValueError(f"{self.record.path} already has answer {key[1]} of question {key[0]!r}")
         if self._file is None:
             raise ValueError(f"{self.record.path} is complete; give another folder for another run")
-        self._file.write(_line(sample))
+        line = _line(sample)
+        self._file.write(line)
         self._file.flush()
-        self.samples.append(_plain(sample))
+        self.samples.append(json.loads(line))
         self.done.add(key)
 
     def finish(self, aggregates: Mapping[str, Any]) -> Record:
@@ -218,8 +221,11 @@ def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # json.dumps would make one for every line
+
+
 def _line(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return _ENCODER.encode(value).encode() + b"\n"
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:

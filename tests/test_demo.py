@@ -7,6 +7,7 @@ import re
 import pytest
 
 from anydepth import demo as d
+from anydepth.eval.report import demo_page
 from anydepth.record import Record
 from tests.random_nano import write_random_nano
 
@@ -66,6 +67,13 @@ def test_page_needs_nothing_else(made):
     assert (out / "pareto.png").read_bytes().startswith(b"\x89PNG") and "data:image/png;base64," in html
     assert not re.search(r"(src|href)=\"(?!data:)|https?://|@import|<script", html)
     assert 'class="t d1"' in html and 'data-tip="1 of 2 passes"' in html and "gate-0.5" in html
+
+
+def test_tokens_know_why_their_depth_was_not_chosen():
+    sample = {"output_ids": [7, 8, 1], "depths": [4, 2, 1], "decode_tokens": 2, "segments_executed": 3, "score": 0.0}
+    answer = demo_page.answer(sample, label="gate", pieces=lambda ids: [f" {id}" for id in ids], stop_ids=[1])
+    assert answer.tokens == ((" 7", 4, "prompt"), (" 8", 2, ""), (" 1", 1, "end"))
+    assert answer.right is False and answer.segments == 3
 
 
 def test_an_interrupted_demo_goes_on_and_a_complete_one_is_made_anew(model, tmp_path, monkeypatch):

@@ -33,7 +33,14 @@ MAY_IMPORT = {
     "eval": SHARED | {"ops", "models", "exits", "engine", "reference"},
     "bench": SHARED | {"ops", "models", "exits", "engine"},
 }
-COMMANDS = {"cli", "cli_eval", "cli_options", "show", "demo"}  # they may call anything below, and each other
+COMMANDS = {
+    "cli",
+    "cli_eval",
+    "cli_options",
+    "show",
+    "demo",
+    "bench_arms",
+}  # they may call anything below, and each other
 MAY_IMPORT |= {room: {*MAY_IMPORT, *COMMANDS, "anydepth"} for room in COMMANDS}
 MAY_IMPORT["anydepth"] = {"types", "engine"}  # the public names
 

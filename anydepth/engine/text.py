@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-_INCOMPLETE = "\ufffd"
+INCOMPLETE = "\ufffd"
 
 
 class TextStream:
@@ -30,8 +30,8 @@ class TextStream:
         if not self._eager:
             return ""
         fresh = self._fresh()
-        if fresh.endswith(_INCOMPLETE):
-            certain = self._held + fresh.rstrip(_INCOMPLETE)
+        if fresh.endswith(INCOMPLETE):
+            certain = self._held + fresh.rstrip(INCOMPLETE)
             return self._deliver(certain, final=False) if any(stop in certain for stop in self._stop) else ""
         if fresh:  # ids without a text of their own join nothing: the window keeps beginning before them
             self._anchor = self._done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +30,25 @@ def prompt_ids(backend: Backend, question: Question) -> tuple[int, ...]:
     return tuple(backend.tokenizer.encode("\n\n".join(message["content"] for message in question.prompt)))
 
 
-def ids_hash(ids: Sequence[int]) -> str:
+@lru_cache(maxsize=1 << 14)  # asked for the protocol, then for each answer
+def ids_hash(ids: tuple[int, ...]) -> str:
     """sha256 (hex) of token ids, written as compact JSON."""
-    return hashlib.sha256(json.dumps(list(ids), separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(ids, separators=(",", ":")).encode()).hexdigest()
 
 
 def protocol(
-    task: Task, questions: Sequence[Question], prompts: Sequence[Sequence[int]], sampling: Sampling, backend: Backend
+    task: Task,
+    questions: Sequence[Question],
+    prompts: Sequence[tuple[int, ...]],
+    sampling: Sampling,
+    backend: Backend,
+    *,
+    task_hash: str,
 ) -> dict[str, Any]:
     """What decides the questions, and what an answer may be, whatever the arm: all that `protocol_hash` covers."""
     return {
         "version": VERSION,
-        "task": {"name": task.name, "hash": task.hash(questions), "file": task.file.name},
+        "task": {"name": task.name, "hash": task_hash, "file": task.file.name},
         "questions": [question.id for question in questions],
         "prompt_ids_sha256": [ids_hash(ids) for ids in prompts],
         "caps": {

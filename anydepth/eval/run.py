@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from anydepth.engine.text import TextStream
+from anydepth.engine.text import INCOMPLETE, TextStream
 from anydepth.eval.aggregate import aggregate
 from anydepth.eval.arms import Arm
 from anydepth.eval.backends.base import Ask, Backend, Reply
@@ -52,6 +53,7 @@ def run(
     sampling = sampling_of(arm, task)
     settings = _settings(arm, task, backend, sampling, questions, split or task.splits[0], seed, concurrency)
     prompts = [prompt_ids(backend, question) for question in questions]
+    task_hash = task.hash(questions)
     known = {question.id: question for question in questions}
     asks = [
         _ask(backend, question, ids, index, seed if sampling.seed is None else sampling.seed)
@@ -63,8 +65,8 @@ def run(
         kind="eval",
         settings_used=settings,
         settings_passed={"name": arm.name, **arm.passed()},
-        provenance=provenance_of(task, backend, questions, seed=seed, threads=threads),
-        protocol_hash=protocol_hash(protocol(task, questions, prompts, sampling, backend)),
+        provenance=provenance_of(task, backend, task_hash, seed=seed, threads=threads),
+        protocol_hash=protocol_hash(protocol(task, questions, prompts, sampling, backend, task_hash=task_hash)),
     ) as writer:
         left = [ask for ask in asks if ask.key not in writer.done]
         tell = progress or (lambda count: None)
@@ -183,9 +185,22 @@ def _unscored(reason: str) -> Grade:
 def token_pieces(decode: Callable[..., str], ids: Sequence[int]) -> list[str]:
     """What each token adds to the text. Special tokens show as they are written; a token that only begins a character
     adds nothing, the one that completes it adds it all."""
+    alone = [_piece(decode, before, id) for before, id in pairwise((None, *ids))]
+    pieces = [piece for piece in alone if piece is not None]
+    if len(pieces) == len(ids):
+        return pieces
     stream = TextStream(partial(decode, skip_special=False))
     pieces = [stream.push(token) for token in ids]
-    return [*pieces[:-1], pieces[-1] + stream.end()] if pieces else []
+    return [*pieces[:-1], pieces[-1] + stream.end()]
+
+
+@lru_cache(maxsize=1 << 16)
+def _piece(decode: Callable[..., str], before: int | None, id: int) -> str | None:
+    """What a token adds after the one before it, as TextStream finds it; None where more than these two decide."""
+    first = [] if before is None else [before]
+    text, known = decode([*first, id], skip_special=False), decode(first, skip_special=False)
+    fresh = text[len(known) :]
+    return fresh if fresh and (known or not first) and not text.endswith(INCOMPLETE) else None
 
 
 def question_ids_hash(questions: Sequence[Question]) -> str:
@@ -240,14 +255,12 @@ def _settings(
     }
 
 
-def provenance_of(
-    task: Task, backend: Backend, questions: Sequence[Question], *, seed: int, threads: int | None
-) -> dict[str, Any]:
+def provenance_of(task: Task, backend: Backend, task_hash: str, *, seed: int, threads: int | None) -> dict[str, Any]:
     """The provenance block of a run of this model over this task."""
     return provenance(
         threads=threads,
         seed=seed,
         model={"name": backend.model_name, "hash": backend.model_hash},
         tokenizer={"hash": backend.tokenizer.hash},
-        task={"name": task.name, "hash": task.hash(questions)},
+        task={"name": task.name, "hash": task_hash},
     )

@@ -93,7 +93,8 @@ def freeze_study(study: Study, *, options: Options | None = None, backend: Backe
     task, questions = ask_task(study, options)
     backend = backend or Backends(study, options).of(study.arms[0])
     prompts = [prompt_ids(backend, question) for question in questions]
-    return freeze(study, protocol(task, questions, prompts, sampling_of(Arm(name="task"), task), backend))
+    caps = sampling_of(Arm(name="task"), task)
+    return freeze(study, protocol(task, questions, prompts, caps, backend, task_hash=task.hash(questions)))
 
 
 class Backends:

@@ -253,7 +253,7 @@ def write_tokenizer(weights: Weights, words: Tokenizer, folder: Path, *, max_pos
         config |= read_json(weights.folder / "special_tokens_map.json")
         config |= read_json(weights.folder / "tokenizer_config.json")
     else:
-        text = words._backend.to_str()
+        text = words.to_json()
     for key in ("auto_map", "chat_template"):
         config.pop(key, None)
     # Other classes rebuild the tokenizer after a pattern of their own; this one takes tokenizer.json as it is.

@@ -139,6 +139,11 @@ class Tokenizer:
         """An id's vocabulary entry as it is stored (byte-level vocabularies write a space as "Ġ"), or None."""
         return self._backend.id_to_token(token_id) if token_id < self.vocab_size else None
 
+    def to_json(self) -> str:
+        """What tokenizer.json would hold."""
+        text: str = self._backend.to_str()
+        return text
+
     def __len__(self) -> int:
         return self.vocab_size
 

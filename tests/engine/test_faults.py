@@ -260,7 +260,7 @@ FAULTS = {
         TextStream, "end", "self._held + fresh", "fresh", test_traps.test_11_a_stop_string_over_several_tokens
     ),
     "half a character is delivered": Fault(
-        TextStream, "push", "if fresh.endswith(_INCOMPLETE):", "if False:",
+        TextStream, "push", "if fresh.endswith(INCOMPLETE):", "if False:",
         test_text.test_a_character_in_parts_is_held_until_it_is_whole,
     ),
     "words after a special token lose their space": Fault(

@@ -577,6 +577,20 @@ def test_a_full_disk_leaves_nothing_half_done(tmp_path, monkeypatch, where, earl
     assert not earlier or contents(tmp_path / "out") == before
 
 
+def test_what_appears_meanwhile_is_kept(tmp_path, monkeypatch):
+    marker = export.marker
+
+    def slow(*arguments):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "late.txt").write_text("mine")
+        return marker(*arguments)
+
+    monkeypatch.setattr(export, "marker", slow)
+    with pytest.raises(ValueError, match=r"holds late\.txt"):
+        export_hf("nano", tmp_path / "out")
+    assert [path.name for path in tmp_path.rglob("*")] == ["out", "late.txt"]
+
+
 def test_a_folder_where_one_may_not_write(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="could not be written"):

@@ -28,7 +28,7 @@ from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-# Releases of transformers from mid-2026 on call the cache `cache`, earlier ones `past_key_values`. Both are accepted.
+# Newer releases of transformers call the cache `cache` (5.24 does), older ones `past_key_values`. Both are accepted.
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 PRECISE = (torch.float32, torch.float64)

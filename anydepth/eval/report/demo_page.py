@@ -1,4 +1,4 @@
-"""One self-contained HTML page out of Records: what each arm costs and yields, and answers coloured by depth.
+"""The demo's page: what each arm costs and yields, and answers coloured by depth.
 
 Every number comes from Records. Only the answers' texts need more: the questions, and a tokenizer's pieces.
 """
@@ -6,16 +6,13 @@ Every number comes from Records. Only the answers' texts need more: the question
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from anydepth.eval.report.page import facts, template_environment, tint
+from anydepth.eval.report.plot import Point
 from anydepth.record import Record, Sample
-
-TEMPLATES = Path(__file__).parent / "templates"
-# Light tints of viridis, light for shallow and darker for deep: their lightness alone tells them apart.
-_TINTS = ((254, 244, 178), (186, 230, 184), (150, 204, 214), (178, 176, 226))
 
 
 class Token(NamedTuple):
@@ -63,6 +60,28 @@ def row(record: Record) -> dict[str, Any]:
     }
 
 
+def pareto_points(rows: Sequence[Mapping[str, Any]]) -> list[Point]:
+    """The arms as points of the picture: fixed depths as one line, thresholds as another."""
+    return [
+        Point(
+            label=_point_label(row),
+            x=row["segments_per_question"],
+            accuracy=row["accuracy"],
+            low=row["low"],
+            high=row["high"],
+            series="the same depth for every token" if row["depth"] else "the exit gate decides, by threshold",
+        )
+        for row in rows
+        if row["accuracy"] is not None
+    ]
+
+
+def _point_label(row: Mapping[str, Any]) -> str:
+    if row["depth"] is not None:
+        return f"depth {row['depth']}"
+    return "never early" if row["exit_threshold"] == 1 else f"{row['exit_threshold']:g}"
+
+
 def answer(
     sample: Sample, *, label: str, pieces: Callable[[Sequence[int]], Sequence[str]], stop_ids: Sequence[int]
 ) -> Answer:
@@ -78,27 +97,17 @@ def answer(
 
 
 def page(study: Record, arms: Sequence[Record], *, shown: Sequence[Shown], picture: bytes) -> str:
-    """The page about a study and its arms.
+    """The page about a study and its arms; the picture is a PNG.
 
     The study's aggregates have the `row` of each arm, joined with its throughput, as `arms`; its settings name the arm
     that the page speaks of as `highlight` (fixed beforehand), and the one at full depth as `baseline`.
     """
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
     settings, rows = study.settings_used, study.aggregates["arms"]
     segments = arms[0].settings_used["segments"]
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["percent"] = percent
-    environment.filters["digits"] = digits
+    environment = template_environment()
     environment.globals["tint"] = lambda depth: tint(depth, segments)
     by_name = {row["name"]: row for row in rows}
-    return environment.get_template("report.html").render(
+    return environment.get_template("demo.html").render(
         settings=settings,
         rows=rows,
         shown=shown,
@@ -107,42 +116,25 @@ def page(study: Record, arms: Sequence[Record], *, shown: Sequence[Shown], pictu
         full=by_name[settings["baseline"]],
         levels=_levels(arms),
         groups=_groups(arms),
-        facts=_facts(study),
+        facts=facts(study.provenance, questions=settings["questions"]),
         picture=base64.b64encode(picture).decode(),
     )
 
 
-def percent(share: float | None, places: int = 1) -> str:
-    """0.9933 -> "99.3"; a dash where there is nothing."""
-    return "–" if share is None else f"{100 * share:.{places}f}"
-
-
-def digits(value: float | None, places: int = 2) -> str:
-    return "–" if value is None else f"{value:,.{places}f}"
-
-
-def tint(depth: float, segments: int) -> str:
-    """CSS colour of a depth between 1 and R."""
-    place = (depth - 1) / max(1, segments - 1) * (len(_TINTS) - 1)
-    below = min(int(place), len(_TINTS) - 2)
-    mixed = (round(a + (b - a) * (place - below)) for a, b in zip(_TINTS[below], _TINTS[below + 1], strict=True))
-    return "#" + "".join(f"{part:02x}" for part in mixed)
-
-
-class Table(NamedTuple):
-    """A breakdown: its columns with how many there are of each, and a line of cells an arm."""
+class Breakdown(NamedTuple):
+    """Its columns with how many there are of each, and a line of cells an arm."""
 
     columns: tuple[tuple[str, int], ...]
     lines: tuple[tuple[str, tuple[float | None, ...]], ...]
 
 
-def _levels(arms: Sequence[Record]) -> Table:
+def _levels(arms: Sequence[Record]) -> Breakdown:
     """Mean depth of the tokens that take so many steps of work, for the arms whose depth is not fixed."""
     adaptive = [arm for arm in arms if arm.settings_used["policy"] != "fixed"]
     found = {arm.settings_used["name"]: arm.aggregates["depth_by_level"] for arm in adaptive}
     columns = sorted({level for levels in found.values() for level in levels}, key=int)
     counts = [max(levels.get(column, {"tokens": 0})["tokens"] for levels in found.values()) for column in columns]
-    return Table(
+    return Breakdown(
         tuple(zip(columns, counts, strict=True)),
         tuple(
             (name, tuple(levels[c]["mean_depth"] if c in levels else None for c in columns))
@@ -151,29 +143,12 @@ def _levels(arms: Sequence[Record]) -> Table:
     )
 
 
-def _groups(arms: Sequence[Record]) -> Table:
+def _groups(arms: Sequence[Record]) -> Breakdown:
     """Accuracy by group, for all arms."""
     first = arms[0].aggregates["by_group"]
-    return Table(
+    return Breakdown(
         tuple((group, first[group]["n"]) for group in first),
         tuple(
             (arm.settings_used["name"], tuple(arm.aggregates["by_group"][g]["accuracy"] for g in first)) for arm in arms
         ),
     )
-
-
-def _facts(study: Record) -> list[tuple[str, str]]:
-    """The provenance block in words."""
-    p, n = study.provenance, study.settings_used["questions"]
-    source, model, task = p["anydepth"], p["model"], p["task"]
-    commit = f", commit {source['commit'][:12]}{' with changes' if source['dirty'] else ''}" if source["commit"] else ""
-    packages = [f"{name} {version}" for name, version in p["packages"].items() if version]
-    threads = f"{p['threads']} thread{'s' if p['threads'] != 1 else ''}"
-    return [
-        ("anydepth", source["version"] + commit),
-        ("model", f"{model['name']}, sha256 {model['hash'][:16]}"),
-        ("task", f"{task['name']}, sha256 {task['hash'][:16]}, {n} questions an arm, seed {p['seed']}"),
-        ("machine", ", ".join([p["cpu"], threads, *p["gpu"]])),
-        ("software", ", ".join([p["os"], f"Python {p['python']}", *packages])),
-        ("run", " to ".join(time for time in (p["started"], p["finished"]) if time)),
-    ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from statistics import quantiles
 from typing import Any, NamedTuple
 
+from anydepth.eval.compare.factors import EXACT_KV
 from anydepth.record import Sample
 
 # Why the first other token can come out, from what the two arms had in common before it.
@@ -29,9 +31,10 @@ class Sequences:
     """How many answers differ in their token ids, in their depths, in either, and where they first do.
 
     The first token that differs is put down to what came before it, the prompt and all tokens being the same:
-    `another_depth`: the depths before were the same too, and so was the K/V; this step was read at another depth.
-    `same_depth`: and this step was read at the same depth, so that arithmetic (or sampling) made the difference.
-    `another_context`: earlier tokens were read at other depths, or what they skipped was filled otherwise.
+    `another_depth`: so was the K/V, and this step was read at another depth.
+    `same_depth`: so was the K/V, and this step was read at the same depth: arithmetic or sampling made the difference.
+    `another_context`: earlier tokens left another K/V behind. Of exact fills it depends on the tokens alone; of others
+    also on the depths at which these tokens were read.
     `depth_first_in_same_context` counts first differing depths with the same tokens and K/V before.
 
     `shared_tokens` counts the decode tokens up to the first other token; `depth_difference` is the mean depth of the
@@ -59,11 +62,12 @@ class Sequences:
         return found
 
 
-def compare_sequences(pairs: Sequence[tuple[Sample, Sample]], *, segments: int, other_fill: bool) -> Sequences:
+def compare_sequences(
+    pairs: Sequence[tuple[Sample, Sample]], *, segments: int, kv: tuple[str, str] = (EXACT_KV, EXACT_KV)
+) -> Sequences:
     """Compare generated answers pair by pair.
 
-    segments: R, below which a readout leaves planes to be filled. other_fill: the arms fill them otherwise, so that
-    their K/V differs after the first such readout even at equal depths.
+    segments: R, below which a readout leaves planes to be filled. kv: what fills them in either arm (`kv_kind`).
     """
     tokens, depths, causes, difference, shared = [], [], Counter[str](), 0, 0
     differ = same_context = 0
@@ -76,13 +80,16 @@ def compare_sequences(pairs: Sequence[tuple[Sample, Sample]], *, segments: int, 
         shared += max(0, end - before)
         if depth is not None and depth < end:
             difference += sum(a["depths"][before:end]) - sum(b["depths"][before:end])
-        filled = _first_filled(a["depths"], before, segments) if other_fill else None
+        if token is None and depth is None:
+            continue
+        parted = _parted(a["depths"], b["depths"], before, segments, kv)
         if token is not None:
             tokens.append(token)
-            causes[_cause(token, depth, filled)] += 1
+            step = {*a["depths"][token : token + 1], *b["depths"][token : token + 1]}
+            causes[ANOTHER_CONTEXT if parted < token else ANOTHER_DEPTH if len(step) == 2 else SAME_DEPTH] += 1
         if depth is not None:
             depths.append(depth)
-            same_context += (token is None or depth <= token) and (filled is None or filled >= depth)
+            same_context += (token is None or depth <= token) and parted >= depth
     return Sequences(
         answers=len(pairs),
         differ=differ,
@@ -106,15 +113,23 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _first_filled(depths: Sequence[int], before: int, segments: int) -> int | None:
-    """First output whose readout left planes to be filled; later ones see what was put there."""
-    return next((i for i in range(before, len(depths)) if depths[i] < segments), None)
-
-
-def _cause(token: int, depth: int | None, filled: int | None) -> str:
-    if (depth is not None and depth < token) or (filled is not None and filled < token):
-        return ANOTHER_CONTEXT
-    return ANOTHER_DEPTH if depth == token else SAME_DEPTH
+def _parted(a: Sequence[int], b: Sequence[int], before: int, segments: int, kv: tuple[str, str]) -> float:
+    """Output index after which the K/V is not the same any more, as long as the tokens are; infinity for never."""
+    if kv == (EXACT_KV, EXACT_KV):
+        return inf
+    if kv[0] == kv[1]:
+        found = first_difference(a, b)
+        return inf if found is None else found
+    if "shared" in kv:
+        return -1  # which holds one plane for all depths, for the prompt too
+    short = [
+        i
+        for depths, kind in zip((a, b), kv, strict=True)
+        if kind != EXACT_KV
+        for i in range(before, len(depths))
+        if depths[i] < segments
+    ]
+    return min(short, default=inf)
 
 
 def _spread(indices: Sequence[int]) -> Spread | None:

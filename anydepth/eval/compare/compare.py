@@ -6,37 +6,16 @@ Every difference is A - B. A gain is a question that only A has right, a loss on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import exp, sqrt
-from statistics import NormalDist, fmean, stdev
-from typing import Any, NamedTuple
+from typing import Any
 
 from anydepth.eval.aggregate import accuracy
-from anydepth.eval.factors import PROTOCOL, Factor, environment, factors, kv_differs, value_words
-from anydepth.eval.sequences import ChoiceDifferences, Sequences, compare_choices, compare_sequences
+from anydepth.eval.compare.factors import PROTOCOL, Factor, environment, factors, kv_kind, value_words
+from anydepth.eval.compare.sequences import ChoiceDifferences, Sequences, compare_choices, compare_sequences
+from anydepth.eval.compare.work import Pairs, Work, by_question, work
 from anydepth.record import Record, Sample
 from anydepth.stats import Clustered, Paired, clustered_difference, compare_paired
-
-Pairs = Sequence[tuple[Sample, Sample]]
-
-
-class Estimate(NamedTuple):
-    """A figure with its 95 % interval, which is None below two questions."""
-
-    value: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A figure a question, of either arm, with A / B and A - B; the intervals are paired ones over questions."""
-
-    a: float
-    b: float
-    ratio: Estimate | None
-    difference: Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +90,9 @@ class Comparison:
             "non_inferior": self.non_inferior,
             "sequences": self.sequences and self.sequences.asdict(),
             "choices": self.choices and asdict(self.choices),
-            "segments_read_per_question": _work_dict(self.read),
-            "segments_executed_per_question": _work_dict(self.executed),
-            "tokens_per_question": _work_dict(self.tokens),
+            "segments_read_per_question": self.read.asdict(),
+            "segments_executed_per_question": self.executed.asdict(),
+            "tokens_per_question": self.tokens.asdict(),
             "length_stops": dict(zip("ab", self.length_stops, strict=True)),
         }
 
@@ -152,9 +131,9 @@ def compare(a: Record, b: Record, *, margin_pp: float | None = None, clustered: 
         answers_differ=sum(_answer(one) != _answer(other) for one, other in pairs),
         sequences=None if choices else _sequences(pairs, a, b),
         choices=compare_choices([pair for pair in pairs if all("choices" in s for s in pair)]) if choices else None,
-        read=_work(pairs, lambda sample: sample["segments_read"]),
-        executed=_work(pairs, lambda sample: sample["segments_executed"]),
-        tokens=_work(pairs, lambda sample: len(sample["output_ids"])),
+        read=work(pairs, lambda sample: sample["segments_read"]),
+        executed=work(pairs, lambda sample: sample["segments_executed"]),
+        tokens=work(pairs, lambda sample: len(sample["output_ids"])),
         length_stops=_length_stops(pairs),
         margin_pp=margin_pp,
     )
@@ -242,7 +221,7 @@ def _outcome(pairs: Pairs, *, clustered: bool) -> Outcome | None:
     partial = any(score not in (0, 1) for _, *both in scored for score in both)
     result: Paired | Clustered
     if clustered or partial:
-        result = clustered_difference(_by_question((id, a - b) for id, a, b in scored).values())
+        result = clustered_difference(by_question((id, a - b) for id, a, b in scored).values())
         test = "score test, questions as clusters" if clustered else "score test of the mean difference"
     else:
         result = compare_paired([a for _, a, _ in scored], [b for *_, b in scored])
@@ -262,50 +241,10 @@ def _sequences(pairs: Pairs, a: Record, b: Record) -> Sequences:
     return compare_sequences(
         pairs,
         segments=a.settings_used["segments"],
-        other_fill=kv_differs(a.settings_used, b.settings_used),
+        kv=(kv_kind(a.settings_used), kv_kind(b.settings_used)),
     )
-
-
-def _by_question(values: Any) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for id, value in values:
-        found.setdefault(id, []).append(value)
-    return found
-
-
-def _work(pairs: Pairs, figure: Any) -> Work:
-    """Means, difference, and ratio of the means with its interval by the delta method on the logarithm."""
-    ones, others = (
-        [fmean(values) for values in _by_question((pair[i]["id"], figure(pair[i])) for pair in pairs).values()]
-        for i in (0, 1)
-    )
-    a, b = fmean(ones), fmean(others)
-    ratio = None
-    if a > 0 and b > 0:
-        _, low, high = _mean([x / a - y / b for x, y in zip(ones, others, strict=True)])
-        limits = [None if bound is None else a / b * exp(bound) for bound in (low, high)]
-        ratio = Estimate(a / b, *limits)
-    return Work(a=a, b=b, ratio=ratio, difference=_mean([x - y for x, y in zip(ones, others, strict=True)]))
-
-
-def _mean(values: Sequence[float]) -> Estimate:
-    """Mean with the normal interval."""
-    mean = fmean(values)
-    if len(values) < 2:
-        return Estimate(mean, None, None)
-    reach = NormalDist().inv_cdf(0.975) * stdev(values) / sqrt(len(values))
-    return Estimate(mean, mean - reach, mean + reach)
 
 
 def _length_stops(pairs: Pairs) -> tuple[int, int]:
     counts = Counter(i for pair in pairs for i in (0, 1) if pair[i]["finish_reason"] == "length")
     return counts[0], counts[1]
-
-
-def _work_dict(work: Work) -> dict[str, Any]:
-    return {
-        "a": work.a,
-        "b": work.b,
-        "ratio": work.ratio and work.ratio._asdict(),
-        "difference": work.difference._asdict(),
-    }

@@ -26,7 +26,13 @@ def digits(value: float | None, places: int = 2) -> str:
 
 def points(share: float | None, places: int = 2) -> str:
     """A difference of shares in percentage points, with its sign: 0.0576 -> "+5.76"."""
-    return "–" if share is None else f"{100 * share:+.{places}f}".replace("-", "−")
+    return signed(None if share is None else 100 * share, places)
+
+
+def signed(value: float | None, places: int = 1) -> str:
+    """A difference with its sign; 0 has none."""
+    text = "–" if value is None else f"{value:+.{places}f}".replace("-", "−")
+    return text if text.strip("+−0.") else f"{0:.{places}f}"
 
 
 def p_value(p: float | None) -> str:
@@ -78,8 +84,12 @@ def template_environment() -> Environment:
     return environment
 
 
+GOOD, BAD, WORDS = "good", "bad", "words"
+
+
 class Cell(NamedTuple):
-    """A table's cell: its figure, what stands small beside it, a mark (good, bad or none) and a CSS background."""
+    """A table's cell: its figure, what stands small beside it, a mark (GOOD, BAD, WORDS or none) and a CSS colour
+    behind it."""
 
     text: str
     note: str = ""
@@ -93,12 +103,15 @@ class Bar(NamedTuple):
     parts: tuple[tuple[str, float, str], ...]
 
 
+Row = tuple[str | Cell | Bar, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """`strong`: numbers of the rows to stand out. `folded`: shown on demand in HTML, left out of Markdown."""
 
     head: tuple[str, ...]
-    rows: tuple[tuple[str | Cell | Bar, ...], ...]
+    rows: tuple[Row, ...]
     strong: frozenset[int] = frozenset()
     folded: str | None = None
 
@@ -131,9 +144,15 @@ def _block(block: Block, level: int) -> str:
 
 def _table(table: Table) -> str:
     kept = [i for i in range(len(table.head)) if not any(isinstance(row[i], Bar) for row in table.rows)]
-    lines = [_row([table.head[i] for i in kept]), f"|---|{'---:|' * (len(kept) - 1)}"]
-    lines += [_row([_text(row[i]) for i in kept]) for row in table.rows]
+    rules = ["---" if i == 0 or _words(table, i) else "---:" for i in kept]
+    lines = [_line([table.head[i] for i in kept]), f"|{'|'.join(rules)}|"]
+    lines += [_line([_text(row[i]) for i in kept]) for row in table.rows]
     return "\n".join(lines)
+
+
+def _words(table: Table, column: int) -> bool:
+    """Whether a column has words, which stand to the left."""
+    return any(isinstance(cell := row[column], Cell) and cell.mark == WORDS for row in table.rows)
 
 
 def _text(cell: str | Cell | Bar) -> str:
@@ -143,5 +162,5 @@ def _text(cell: str | Cell | Bar) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
-def _row(cells: Sequence[str]) -> str:
+def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"

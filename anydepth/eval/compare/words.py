@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from anydepth.eval.compare import Comparison, Estimate, Work
-from anydepth.eval.factors import Factor
-from anydepth.eval.page import digits, p_value, percent, points
+from anydepth.eval.compare.compare import Comparison
+from anydepth.eval.compare.factors import Factor
+from anydepth.eval.compare.work import Estimate
+from anydepth.eval.report.page import digits, p_value, percent, points, signed
 
 SIGNIFICANT = 0.05
 
@@ -20,36 +21,39 @@ def print_comparison(found: Comparison) -> None:
 
     console = Console(highlight=False)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("", no_wrap=True)
-    for heading in (f"A: {found.a}", f"B: {found.b}", "A − B, or A / B (95 %)"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in figures(found):
+    table.add_column("a question" if found.choices is None else "", no_wrap=True)
+    for heading in (f"A: {found.a}", f"B: {found.b}", "A − B, A / B (95 %)"):
+        table.add_column(heading, justify="right", min_width=11)
+    for row in _figures(found):
         table.add_row(*row)
     console.print(table)
     for line in (*differing(found), *verdict(found), *where_they_part(found)):
         console.print(line, soft_wrap=True)
 
 
-def figures(found: Comparison) -> list[tuple[str, str, str, str]]:
-    """Rows of (what, A, B, how they relate)."""
-    rows = []
+def _figures(found: Comparison) -> list[Sequence[str]]:
+    """Rows of (what, A, B, how they relate); intervals stand below."""
+    rows: list[Sequence[str]] = []
     if found.outcome is not None:
         result, sides = found.outcome.result, (found.outcome.a, found.outcome.b)
-        a, b = (f"{percent(x['accuracy'], 2)} ({percent(x['low'])}–{percent(x['high'])})" for x in sides)
-        rows.append(("right %", a, b, f"{points(result.difference)} pp ({interval(result.interval)})"))
+        right = [f"{percent(x['accuracy'], 2)}\n{percent(x['low'])}–{percent(x['high'])}" for x in sides]
+        rows.append(("right %", *right, f"{points(result.difference)} pp\n{interval(result.interval)}"))
         rows.append(("only this one right", str(found.outcome.gains), str(found.outcome.losses), ""))
-    rows += [
-        _work_row("segments read/question", found.read),
-        _work_row("segments executed/question", found.executed),
-    ]
+    for name, work in (("segments read", found.read), ("segments executed", found.executed)):
+        rows.append((name, digits(work.a, 1), digits(work.b, 1), _estimate(work.ratio)))
     if found.choices is None:
-        tokens = found.tokens
-        rows.append(("tokens/question", digits(tokens.a, 1), digits(tokens.b, 1), estimate(tokens.difference)))
-        rows.append(("cut off by length", str(found.length_stops[0]), str(found.length_stops[1]), ""))
+        value, low, high = (signed(value) for value in found.tokens.difference)
+        rows.append(("tokens", digits(found.tokens.a, 1), digits(found.tokens.b, 1), f"{value}\n{low} to {high}"))
+        rows.append(("cut off by length", *map(str, found.length_stops), ""))
     if any(found.unscored):
-        a, b, either = map(str, found.unscored)
-        rows.append(("unscored", a, b, f"{either} left out of both"))
+        rows.append(("unscored", *map(str, found.unscored[:2]), f"{found.unscored[2]} left out"))
     return rows
+
+
+def _estimate(ratio: Estimate | None) -> str:
+    if ratio is None:
+        return "–"
+    return f"× {digits(ratio.value, 3)}\n{digits(ratio.low, 3)}–{digits(ratio.high, 3)}"
 
 
 def differing(found: Comparison) -> list[str]:
@@ -117,15 +121,15 @@ def where_they_part(found: Comparison) -> list[str]:
     if spread := found_ids.first_token:
         lines.append(
             f"The first other token: at index {spread.median:g} in the median ({spread.least:g} to {spread.most:g}). "
-            f"With the same tokens, depths and K/V before it: {found_ids.another_depth} where this step was read at "
+            f"With the same tokens and K/V before it: {found_ids.another_depth} where this step was read at "
             f"another depth, {found_ids.same_depth} at the same depth. With another K/V before it: "
             f"{found_ids.another_context}."
         )
     if found_ids.depths_differ:
         lines.append(
             f"The first other depth came after the same tokens and K/V in {found_ids.depth_first_in_same_context} of "
-            f"{found_ids.depths_differ}. On shared tokens A is read {found_ids.depth_difference or 0.0:+.2f} segments "
-            f"deeper a token."
+            f"{found_ids.depths_differ}. While the tokens are the same, A is read "
+            f"{signed(found_ids.depth_difference, 2)} segments deeper a token."
         )
     return lines
 
@@ -133,22 +137,3 @@ def where_they_part(found: Comparison) -> list[str]:
 def interval(limits: Any) -> str:
     """Limits of a share's difference, in points: "+3.74 to +7.77"."""
     return f"{points(limits[0])} to {points(limits[1])}"
-
-
-def estimate(found: Estimate, places: int = 1) -> str:
-    """+1.2 (−0.3 to +2.7)."""
-    value, low, high = (
-        "–" if x is None else f"{x:+.{places}f}".replace("-", "−") for x in (found.value, found.low, found.high)
-    )
-    return f"{value} ({low} to {high})"
-
-
-def ratio(found: Work) -> str:
-    """0.554 (0.541–0.567)."""
-    if found.ratio is None:
-        return "–"
-    return f"{digits(found.ratio.value, 3)} ({digits(found.ratio.low, 3)}–{digits(found.ratio.high, 3)})"
-
-
-def _work_row(name: str, found: Work) -> tuple[str, str, str, str]:
-    return name, digits(found.a, 1), digits(found.b, 1), f"× {ratio(found)}"

@@ -21,9 +21,20 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 _ALL = tuple(dict.fromkeys(name for names in _PARAMETERS.values() for name in names))
 _KNOWN_BEFOREHAND = ("never", "fixed", "interval", "trace")  # no signal, so none comes late
-_BESIDE = ("name", "task", "model", "questions", "question_ids_sha256", "logprobs", "concurrency", "certificate")
-# Cover what each run of one protocol must share; only the model's own stop ids can still differ.
-PROTOCOL = ("task", "model", "question_ids_sha256", "max_tokens", "stop", "ignore_eos", "first_token", "n")
+EXACT_KV = "exact"
+_BESIDE = (
+    "name",
+    "task",
+    "model",
+    "questions",
+    "question_ids_sha256",
+    "split",
+    "logprobs",
+    "concurrency",
+    "certificate",
+)
+# What runs of one protocol share, as far as settings say it: for telling what differs where the hashes do.
+PROTOCOL = ("task", "model", "split", "question_ids_sha256", "max_tokens", "stop", "ignore_eos", "first_token", "n")
 
 
 class Factor(NamedTuple):
@@ -83,21 +94,21 @@ def policy_words(settings: Settings) -> str:
     plain = {"min_depth": 1, "max_depth": settings.get("segments"), "gate_dtype": "float32"}
     used = [key for key in _PARAMETERS.get(name, _ALL) if settings.get(key) not in (None, plain.get(key))]
     words = [
-        value_words(settings[key]) if key in ("exit_threshold", "depth") else f"{key} {value_words(settings[key])}"
+        value_words(settings[key])
+        if key in ("exit_threshold", "depth", "trace")
+        else f"{key} {value_words(settings[key])}"
         for key in used
         if not (key == "exit_threshold" and name not in _PARAMETERS and settings[key] == 1)
     ]
     return ", ".join([f"{name} {words[0]}", *words[1:]] if words else [name])
 
 
-def kv_differs(a: Settings, b: Settings) -> bool:
-    """Whether skipped depths are filled otherwise; `deferred` holds what `full` does."""
-    return _kv(a) != _kv(b)
-
-
-def _kv(settings: Settings) -> Any:
-    fill = settings.get("fill")
-    return "full" if fill in ("deferred", None) else fill
+def kv_kind(settings: Settings) -> str:
+    """What decides the K/V beside the tokens: EXACT_KV where every depth holds what was, or will be, computed for it,
+    else the fill."""
+    fill = settings.get("fill") or "full"
+    exact = fill in ("full", "deferred") or (effective_policy(settings) == "never" and fill != "shared")
+    return EXACT_KV if exact else fill
 
 
 def _matters(name: str, a: Settings, b: Settings) -> bool:
@@ -114,7 +125,8 @@ def _matters(name: str, a: Settings, b: Settings) -> bool:
 def environment(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[Factor, ...]:
     """What differs in where two runs were made (`Record.provenance`): code, packages, machine, threads."""
     one, other = surroundings(a), surroundings(b)
-    return tuple(Factor(name, one[name], other[name]) for name in one if one[name] != other[name])
+    names = dict.fromkeys((*one, *other))
+    return tuple(Factor(n, one.get(n, "none"), other.get(n, "none")) for n in names if one.get(n) != other.get(n))
 
 
 def surroundings(provenance: Mapping[str, Any]) -> dict[str, str]:
@@ -124,7 +136,7 @@ def surroundings(provenance: Mapping[str, Any]) -> dict[str, str]:
         "anydepth": source.get("commit") or source.get("version"),
         "uncommitted changes": None if source.get("dirty") is None else "yes" if source["dirty"] else "no",
         "python": provenance.get("python"),
-        "packages": ", ".join(f"{name} {version}" for name, version in sorted(packages.items()) if version),
+        **{name: version for name, version in sorted(packages.items()) if version},
         "system": provenance.get("os"),
         "machine": ", ".join([provenance.get("cpu") or "", *(provenance.get("gpu") or [])]),
         "threads": provenance.get("threads"),

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise, product
 from math import ceil, cos, hypot, pi, sin
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -84,13 +84,14 @@ def svg(figure: Figure, *, title: str) -> str:
 
     file = io.StringIO()
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "anydepth"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(file, format="svg")
     text = file.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
-    text = re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text.partition(">")[0], flags=re.S) + text[
-        text.index(">") :
-    ]
+    text = (
+        re.sub(r' (xmlns(:\w+)?|version|width|height)="[^"]*"', "", text.partition(">")[0], flags=re.S)
+        + text[text.index(">") :]
+    )
     for color, variable in _THEME.items():
         text = text.replace(color, f"var({variable})")
     text = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", text)
@@ -168,7 +169,7 @@ def _name(figure: Any, axes: Any, points: Sequence[Point]) -> None:
         sizes.append((extent.width + 3 * unit, extent.height))
     for line in axes.lines:  # those that join the points of a series
         ends = axes.transData.transform(line.get_xydata())
-        taken += [box for one, other in zip(ends, ends[1:], strict=False) for box in _along(one, other, 3 * unit)]
+        taken += [box for one, other in pairwise(ends) for box in _along(one, other, 3 * unit)]
     frame = axes.get_window_extent(renderer)
     area = Box(frame.x0, frame.y0, frame.x1, frame.y1)
     for point, anchor, box in zip(points, anchors, place(anchors, sizes, taken, area, unit=unit), strict=True):
@@ -208,24 +209,24 @@ def place(
     anchors: (x, y); sizes: (width, height); unit: display units a point. The nearest free place is taken, point by
     point; where there is none, the one that covers least.
     """
-    covered, found = list(taken), []
+    import numpy as np
+
+    covered, found = np.array([*taken], dtype=float).reshape(-1, 4), []
     for anchor, size in zip(anchors, sizes, strict=True):
         best, least = None, float("inf")
         for box in _candidates(anchor, size, unit):
-            outside = _area(box) - box.overlap(area)
-            cost = 4 * outside + sum(box.overlap(other) for other in covered)
-            if cost < least - 1e-9:
+            widths = np.minimum(box.right, covered[:, 2]) - np.maximum(box.left, covered[:, 0])
+            heights = np.minimum(box.top, covered[:, 3]) - np.maximum(box.bottom, covered[:, 1])
+            on_others = float((widths.clip(0) * heights.clip(0)).sum())
+            cost = on_others + 4 * (size[0] * size[1] - box.overlap(area))
+            if cost < least - 1e-6:
                 best, least = box, cost
-            if least <= 1e-9:
+            if least <= 1e-6:
                 break
         assert best is not None
-        covered.append(best)
+        covered = np.vstack([covered, best])
         found.append(best)
     return found
-
-
-def _area(box: Box) -> float:
-    return (box.right - box.left) * (box.top - box.bottom)
 
 
 def _candidates(anchor: tuple[float, float], size: tuple[float, float], unit: float) -> Iterator[Box]:

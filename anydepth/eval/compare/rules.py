@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from anydepth.eval.compare import Comparison
-from anydepth.eval.page import p_value, points
+from anydepth.eval.compare.compare import Comparison
+from anydepth.eval.report.page import p_value, points
 
 BEFOREHAND = "set beforehand"
 

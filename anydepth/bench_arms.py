@@ -1,0 +1,106 @@
+"""`anydepth bench`: the arms of an evaluation timed on matched work. A thin caller of `eval` and `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from anydepth.eval.arms import Arm
+from anydepth.record import Record
+
+TIMED_HERE = {"fill"}  # the only option of LLM in which cells of one bench may differ
+
+
+def bench_arms(
+    arms: Sequence[Arm],
+    *,
+    model: str,
+    task: str,
+    out: Path,
+    limit: int = 64,
+    concurrency: Sequence[int] = (1, 8, 32),
+    repetitions: int = 3,
+    requests: int | None = None,
+    trace: Path | None = None,
+    trace_requests: int = 100,
+    requests_per_s: float | None = None,
+    rate_scale: float | None = None,
+    max_batch: int = 32,
+    seed: int = 0,
+    data: Path | None = None,
+    threads: int | None = None,
+) -> Record:
+    """Time every arm on the first `limit` questions of a task; the Record in `out`.
+
+    The baseline, `never`, is added in front where no arm has that policy. trace: a JSONL of arrivals, whose first
+    `trace_requests` are replayed at requests_per_s (or rate_scale trace seconds a second). threads: None is 1 for a
+    small model. An interrupted bench goes on with the next concurrency. Raises ValueError for arms that differ in
+    something else than policy and fill.
+    """
+    from anydepth.bench.arrivals import fit, read_trace
+    from anydepth.bench.run import run_bench
+    from anydepth.bench.throughput import Cell
+    from anydepth.engine.llm import LLM
+    from anydepth.eval.backends.engine import EngineBackend
+    from anydepth.eval.protocol import prompt_ids
+    from anydepth.eval.study import tensor_threads
+    from anydepth.eval.task import load_task
+
+    loaded = load_task(task, data=data)
+    questions = loaded.select(limit=limit)
+    backend = EngineBackend(LLM(model))
+    checkpoint = backend.llm.checkpoint
+    shape = checkpoint.model.shape
+    load = None
+    if trace is not None:
+        arrivals = read_trace(trace, limit=trace_requests)
+        if requests_per_s is None and rate_scale is None:
+            raise ValueError("a trace needs a rate: give --requests-per-s, or --rate-scale")
+        load = fit(arrivals, max_positions=shape.max_positions, rate_scale=rate_scale, requests_per_s=requests_per_s)
+    cells = []
+    for arm in with_baseline(arms):
+        if arm.backend != "engine" or arm.engine.keys() - TIMED_HERE:
+            raise ValueError(f"arm {arm.name!r} has {arm.passed()}; a bench times policies and fills of one engine")
+        sampling = arm.sampling(max_tokens=loaded.max_tokens, stop=tuple(loaded.stop))
+        cells.append(Cell(arm.name, sampling, arm.fill))
+    with tensor_threads(threads, backend), bar() as progress:
+        return run_bench(
+            checkpoint,
+            cells=cells,
+            prompts=[prompt_ids(backend, question) for question in questions],
+            out=out,
+            concurrency=concurrency,
+            requests=requests,
+            repetitions=repetitions,
+            arrivals=load,
+            max_batch=max_batch,
+            task={"name": loaded.name, "hash": loaded.hash(questions)},
+            seed=seed,
+            settings_passed={"arms": [{"name": arm.name, **arm.passed()} for arm in arms]},
+            progress=progress,
+        )
+
+
+def with_baseline(arms: Sequence[Arm]) -> list[Arm]:
+    """The arms with a `never` one in front."""
+    plain = [arm for arm in arms if arm.options.get("policy") == "never" or not _exits(arm)]
+    first = plain[0] if plain else Arm.parse({"name": "never", "policy": "never"})
+    return [first, *(arm for arm in arms if arm is not first)]
+
+
+def _exits(arm: Arm) -> bool:
+    sampling = arm.sampling()
+    return sampling.depth is not None or sampling.trace is not None or sampling.exit_threshold < 1
+
+
+@contextmanager
+def bar() -> Iterator[Callable[[int, int], object]]:
+    """A bar on stderr over the runs; gives out what takes (runs done, runs in all)."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    columns = ("runs", BarColumn(), MofNCompleteColumn(), "left", TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        line = progress.add_task("", total=None)
+        yield lambda done, total: progress.update(line, completed=done, total=total)
