@@ -30,6 +30,7 @@ def evaluate(
     concurrency: Annotated[int, typer.Option(help="Answers at a time.")] = 32,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
     trust_remote_code: Annotated[str | None, typer.Option(help="Name of the one model whose own code may run.")] = None,
+    outputs: Annotated[Path | None, typer.Option(help="alpacaeval: folder for what its judge reads.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run arms over the same questions, one Record an arm; an interrupted run goes on where it stopped."""
@@ -57,6 +58,14 @@ def evaluate(
         write_frozen(freeze, frozen)
         print(f"frozen in {freeze}: study_hash {frozen['study_hash'][:16]}")
     records = [] if out is None else run_study(plan, out=out, frozen=frozen, options=options)
+    if outputs is not None:
+        from anydepth.eval.alpaca_outputs import write_outputs
+        from anydepth.eval.task import load_task
+
+        outputs.mkdir(parents=True, exist_ok=True)
+        for record in records:
+            path = outputs / f"{record.settings_used['name']}.json"
+            print(f"for the judge: {write_outputs(record, load_task(plan.task, data=data), path)}")
     finish("eval", show_arms(records, folder=out), as_json)
 
 
@@ -65,9 +74,7 @@ def compare(
     a: Annotated[Path, typer.Argument(help="Folder of a Record.")],
     b: Annotated[Path, typer.Argument(help="Folder of the Record it is held against.")],
     margin_pp: Annotated[float | None, typer.Option(help="Non-inferior: A at most so many points below B.")] = None,
-    clustered: Annotated[
-        bool, typer.Option("--clustered", help="Several answers a question.")
-    ] = False,
+    clustered: Annotated[bool, typer.Option("--clustered", help="Several answers a question.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Two arms on the same questions: what differs, gains and losses, tests, where answers part ways."""

@@ -55,7 +55,7 @@ class Verdict:
 
 
 def compare(reference: Any, got: Any, *, usage: Sequence[str] | None = None, executed: int | None = None) -> Verdict:
-    """Compare a `tests.reference` Result with anything that has its attributes.
+    """Compare a `anydepth.reference` Result with anything that has its attributes.
 
     got: token_ids (a scored continuation may lack them), depths and, each optional or None: prompt_ids, logprobs and
     logprobs_mode, finish_reason, greedy, logits (a [V] per output), planes (K and V per plane, each [layers, positions,

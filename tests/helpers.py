@@ -14,11 +14,11 @@ import torch
 from anydepth.engine.engine import Engine
 from anydepth.models.llama import Llama
 from anydepth.models.ouro import Ouro
+from anydepth.reference.generate import Result, generate, score
+from anydepth.reference.model import Model as Reference
+from anydepth.reference.weights import random_weights, tiny_config
 from anydepth.types import Chunk, Output, Request, Sampling, Score
 from tests.equality import Verdict, compare
-from tests.reference.generate import Result, generate, score
-from tests.reference.model import Model as Reference
-from tests.reference.weights import random_weights, tiny_config
 
 GENTLE = 0.3  # of the norm behind each branch
 Ask = tuple[Sequence[int], Mapping[str, Any]]  # a prompt and its sampling settings, which both houses understand

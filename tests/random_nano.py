@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from anydepth.models.nano.tokenizer import EOS, IDS, VOCABULARY, write_tokenizer
-from tests.reference.weights import random_weights, tiny_config
+from anydepth.reference.weights import random_weights, tiny_config
 
 
 def write_random_nano(folder: Path, *, kind: str = "looped", seed: int = 0, loops: int = 4) -> Path:

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from anydepth.reference import Model, generate, random_weights, score, tiny_config
+
 from .equality import Verdict, assert_campaign, assert_equal, compare
-from .reference import Model, generate, random_weights, score, tiny_config
 
 PROMPT = [5, 33, 12, 7]
 GREEDY = {"max_tokens": 6, "exit_threshold": 0.5, "fill": "last_exited"}

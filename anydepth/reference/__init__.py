@@ -1,8 +1,8 @@
 """Slow, dense models written from the definitions alone: what the engine is tested against.
 
-Nothing here imports anydepth. Three calls: `Model(config, weights, segments=...)`, then `generate(model, prompt_ids,
-fill=..., **settings)` or `score(model, context_ids, continuation_ids, ...)`; `tiny_config` and `random_weights` make a
-small random model of either kind.
+Nothing here imports another room of the package. Three calls: `Model(config, weights, segments=...)`, then
+`generate(model, prompt_ids, fill=..., **settings)` or `score(model, context_ids, continuation_ids, ...)`; `tiny_config`
+and `random_weights` make a small random model of either kind.
 """
 
 from anydepth.reference.fills import FILLS, deferred_executed

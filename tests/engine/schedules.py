@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from anydepth.engine.engine import Engine
+from anydepth.reference.generate import score
+from anydepth.reference.model import Model as Reference
 from anydepth.types import Output, Sampling, Score, Usage
 from tests.equality import Verdict, compare
 from tests.helpers import Watch, assert_empty, expected, poison, twins
-from tests.reference.generate import score
-from tests.reference.model import Model as Reference
 
 VOCABULARY = 19  # small, so that stop ids do come up
 PATIENCE = 5000  # turns after which a schedule is taken to hang

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from anydepth.engine.engine import Engine
+from anydepth.reference import score
 from anydepth.types import Sampling
 from tests.equality import assert_campaign
 from tests.helpers import assert_lone_runs, drain_scores, score_verdicts, twins, verdicts
-from tests.reference import score
 
 VOCABULARY = 61
 LOOPED = {

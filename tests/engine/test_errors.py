@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from anydepth.engine.engine import Engine
+from anydepth.reference.model import Model as Reference
 from anydepth.types import Sampling
 from tests.helpers import Watch, assert_empty, drain, expected, poison, twins
-from tests.reference.model import Model as Reference
 
 PROMPT = [5, 33, 12, 7]
 

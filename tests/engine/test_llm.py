@@ -10,10 +10,10 @@ import torch
 
 from anydepth import LLM, Sampling
 from anydepth.engine.philox import derive
+from anydepth.reference.generate import generate, score
+from anydepth.reference.model import Model as Reference
 from tests.helpers import by_request
 from tests.models.checkpoints import WORDS, write_folder, write_tokenizer
-from tests.reference.generate import generate, score
-from tests.reference.model import Model as Reference
 
 SAMPLED = Sampling(max_tokens=6, temperature=1.0, seed=11)
 KINDS = pytest.mark.parametrize("kind", ["looped", "layered"])

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed, philox, uniforms
 from anydepth.engine.sampling import Settings, greedy, pick, processed, processed_logprobs, raw_logprobs
+from anydepth.reference import sampling as reference
 from anydepth.types import Sampling
 from tests.helpers import drain, twins
-from tests.reference import sampling as reference
 
 SEEDS = (0, 1, 2**32 - 1, 2**32, 2**63 + 12345, 2**64 - 1)
 

@@ -28,7 +28,7 @@ from anydepth.eval.lm_eval.local_tasks import write_local_tasks
 from anydepth.eval.lm_eval.model import AnydepthLM, parted, slots
 from anydepth.eval.run import run
 from anydepth.eval.task import load_task
-from tests.reference.model import Model as Reference
+from anydepth.reference.model import Model as Reference
 
 REGISTERED_AT_LOAD = "anydepth" in model_registry
 PROMPT = "Ann has 5 . Bob has 3 more than Ann . How many has Bob ?"

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from anydepth.exits import fixed, gate_cdf, never, trace
 from anydepth.exits.base import at_depth, bounds_of, thresholds
 from anydepth.exits.load import known_policies, load_policy, policy_name
+from anydepth.reference.policies import Row, make_policy
 from anydepth.types import Sampling, Shape
-from tests.reference.policies import Row, make_policy
 
 SHAPE = Shape(
     segments=4,

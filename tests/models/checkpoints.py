@@ -17,7 +17,7 @@ from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
 
 from anydepth.models.load import Checkpoint
-from tests.reference.weights import random_weights, tiny_config
+from anydepth.reference.weights import random_weights, tiny_config
 
 WORDS = ["<s>", "</s>", "<end>", "[user]", "[bot]", "\n", *"abcdefghij"]
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[bot]"

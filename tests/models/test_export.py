@@ -26,11 +26,11 @@ from anydepth.models import export
 from anydepth.models.export import CODE, MARKER, export_hf
 from anydepth.models.load import load_checkpoint
 from anydepth.models.locate import nano as nano_folder
+from anydepth.reference import Model as Reference
+from anydepth.reference import Row, generate, make_policy
+from anydepth.reference.weights import random_weights, tiny_config
 from tests.equality import assert_equal
 from tests.models.checkpoints import bpe_metadata, edit_json, write_folder, write_gguf, write_tokenizer
-from tests.reference import Model as Reference
-from tests.reference import Row, generate, make_policy
-from tests.reference.weights import random_weights, tiny_config
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

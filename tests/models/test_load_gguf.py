@@ -12,8 +12,8 @@ from gguf import GGMLQuantizationType as Kind
 from anydepth.models import gguf_file
 from anydepth.models.gguf_file import GGUFFile
 from anydepth.models.load import load_checkpoint
+from anydepth.reference.weights import tiny_config
 from tests.models.checkpoints import assert_loaded, bpe_metadata, write_gguf
-from tests.reference.weights import tiny_config
 
 # Rows of 256 and 512 weights: K-quants have blocks of 256.
 CONFIG = tiny_config("layered", hidden_size=256, intermediate_size=512, num_hidden_layers=2, head_dim=64,

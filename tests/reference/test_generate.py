@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from .fills import FILLS, LastExited, deferred_executed
-from .generate import generate, score
-from .model import Model
-from .policies import Row, make_policy
-from .weights import random_weights, tiny_config
+from anydepth.reference.fills import FILLS, LastExited, deferred_executed
+from anydepth.reference.generate import generate, score
+from anydepth.reference.model import Model
+from anydepth.reference.policies import Row, make_policy
+from anydepth.reference.weights import random_weights, tiny_config
 
 PROMPT = [5, 33, 12, 7]
 SAMPLED = {"temperature": 1.0, "top_k": 20, "top_p": 0.9, "seed": 11}

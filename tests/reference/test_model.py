@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from .model import Model
-from .weights import random_weights, tiny_config
+from anydepth.reference.model import Model
+from anydepth.reference.weights import random_weights, tiny_config
 
 IDS = [3, 17, 5, 5, 40, 2, 60, 11, 9]
 

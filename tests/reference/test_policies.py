@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from .policies import Row, make_policy
+from anydepth.reference.policies import Row, make_policy
 
 
 def depth_of(hazards, *, dtype=torch.float64, segments=None, logits=None, **settings):

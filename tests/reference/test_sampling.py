@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from .sampling import argmax, log_softmax, philox, pick, process, sample, uniform
+from anydepth.reference.sampling import argmax, log_softmax, philox, pick, process, sample, uniform
 
 FULL = 0xFFFFFFFF
 PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)

@@ -313,8 +313,10 @@ def _load(path: Path, name: str, *, own: bool, trusted: bool, dtype: torch.dtype
     """The model in transformers. Its own code runs where it is `trusted`, or is ours, in a fresh export."""
     try:
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise ValueError("the transformers backend needs transformers; pip install anydepth[hf]") from error
+    logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         source = export_hf(name, Path(folder) / "model") if own else path
         brings_code = not own and "auto_map" in (source / "config.json").read_text()
