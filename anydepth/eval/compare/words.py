@@ -126,11 +126,14 @@ def where_they_part(found: Comparison) -> list[str]:
             f"{found_ids.another_context}."
         )
     if found_ids.depths_differ:
-        deeper = "deeper" if found_ids.depth_difference > 0 else "shallower"
         lines.append(
             f"The first other depth came after the same tokens and K/V in {found_ids.depth_first_in_same_context} of "
-            f"{found_ids.depths_differ}. While the tokens are the same, A is read "
-            f"{digits(abs(found_ids.depth_difference), 2)} segments {deeper} a token."
+            f"{found_ids.depths_differ}."
+        )
+    if difference := found_ids.depth_difference:
+        deeper = "deeper" if difference > 0 else "shallower"
+        lines.append(
+            f"While the tokens are the same, A is read {digits(abs(difference), 2)} segments {deeper} a token."
         )
     return lines
 
