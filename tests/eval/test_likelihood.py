@@ -1,5 +1,5 @@
-"""Scores under a policy against one pass of the whole text: through the model for `never`, through a truncated one for a
-fixed depth, under every fill that promises it."""
+"""Scores under a policy against one pass of the whole text: through the model for `never`, through a truncated one for
+a fixed depth, under every fill that promises it."""
 
 from __future__ import annotations
 
