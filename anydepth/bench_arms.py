@@ -83,15 +83,12 @@ def bench_arms(
 
 
 def with_baseline(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms with a `never` one in front."""
-    plain = [arm for arm in arms if arm.options.get("policy") == "never" or not _exits(arm)]
+    """The arms with a `never` one in front: the first that there is, else one that is added."""
+    from anydepth.exits.load import policy_name
+
+    plain = [arm for arm in arms if policy_name(arm.sampling()) == "never"]
     first = plain[0] if plain else Arm.parse({"name": "never", "policy": "never"})
     return [first, *(arm for arm in arms if arm is not first)]
-
-
-def _exits(arm: Arm) -> bool:
-    sampling = arm.sampling()
-    return sampling.depth is not None or sampling.trace is not None or sampling.exit_threshold < 1
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +15,7 @@ from anydepth.record import write_atomically
 from anydepth.types import Sampling
 
 VERSION = 1
+FILE = "certificate.json"
 NEVER: Literal["never"] = "never"
 GRID_SETTINGS = ("exit_threshold", "min_depth")  # what may vary between the settings that are tried
 EXIT_SETTINGS = ("exit_policy", *GRID_SETTINGS, "max_depth", "depth", "trace")  # fields of Sampling that it decides
@@ -36,7 +37,7 @@ class Certificate:
     were tried, the most conservative first; `points`, for each of them, n, the sum of losses, how many questions have
     loss 1 because they could not be scored, and p (None without a test). `chosen` is one of the grid, or "never" where
     none was certified. `eps` bounds the mean loss, with confidence 1 - `delta`; `delta` is None where it is bounded in
-    expectation only. `fitted_on`, `certified_on`: hashes of question ids, None for no questions.
+    expectation only. `fitted_on`, `certified_on`: `question_set_hash` of the ids, None for no questions.
     """
 
     model_hash: str
@@ -163,6 +164,11 @@ class Certificate:
                     f"{_said(self.sampling)}, or load the model without the certificate"
                 )
         return replace(sampling, **certified)
+
+
+def question_set_hash(ids: Iterable[str]) -> str:
+    """sha256 (hex) of a set of question ids, whatever their order: `fitted_on` and `certified_on`."""
+    return hashlib.sha256("\n".join(sorted(set(ids))).encode()).hexdigest()
 
 
 def describe(certificate: Certificate) -> str:

@@ -15,6 +15,7 @@ app = typer.Typer()
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     out: Annotated[Path | None, typer.Option(help="Folder of the Records, one folder an arm; goes on there.")] = None,
     study: Annotated[Path | None, typer.Option(help="Arms, questions and rules: an arms.toml.")] = None,
     protocol: Annotated[Path | None, typer.Option(help="A frozen study; refuses anything changed since.")] = None,
@@ -39,8 +40,10 @@ def evaluate(
     from anydepth.eval.show import show_arms
     from anydepth.eval.study import Options, freeze_study, run_study
 
-    if sum(given is not None for given in (study, protocol)) + bool(arm) > 1:
-        raise ValueError("--study, --protocol and --arm were given together; give one of them")
+    if study is not None and protocol is not None:
+        raise ValueError("--study and --protocol were given together; give one of them")
+    if study is not None or protocol is not None:
+        _refuse_beside_a_file(context, "arm", "model", "task", "split", "limit", "ids", "seed")
     if out is None and freeze is None:
         raise ValueError("nothing to do: give --out to run the study, --freeze to write it down, or both")
     frozen = read_frozen(protocol) if protocol else None
@@ -52,6 +55,8 @@ def evaluate(
         head = {"task": task, "model": model, "split": split, "limit": limit, "seed": seed, "ids": _lines(ids)}
         arms = [_arm(text) for text in arm or ["name=never"]]
         plan = Study.parse({"study": {k: v for k, v in head.items() if v is not None}, "arm": arms})
+    if outputs is not None and (out is None or plan.task != "alpacaeval"):
+        raise ValueError(f"--outputs is for answers to alpacaeval, this is {plan.task}; leave it out, or add --out")
     options = Options(data=data, concurrency=concurrency, threads=threads, trust_remote_code=trust_remote_code)
     if freeze is not None:
         frozen = freeze_study(plan, options=options)
@@ -107,6 +112,7 @@ def report(
 
 @app.command()
 def bench(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the Record; goes on there.")],
     arm: Annotated[list[str] | None, typer.Option(help='Such as "exit_threshold=0.5,fill=full"; repeat.')] = None,
     study: Annotated[Path | None, typer.Option(help="Arms, task and model of an arms.toml instead.")] = None,
@@ -131,8 +137,8 @@ def bench(
     from anydepth.bench_arms import bench_arms
     from anydepth.eval.arms import Arm, Study
 
-    if study is not None and arm:
-        raise ValueError("--study and --arm were given together; give one of them")
+    if study is not None:
+        _refuse_beside_a_file(context, "arm", "model", "task")
     plan = Study.read(study) if study else None
     record = bench_arms(
         plan.arms if plan else [Arm.parse(_arm(text)) for text in arm or ["name=never"]],
@@ -235,6 +241,13 @@ def lm_eval(context: typer.Context) -> None:
     from anydepth.eval.lm_eval.command import main as run
 
     run(context.args)
+
+
+def _refuse_beside_a_file(context: typer.Context, *names: str) -> None:
+    """ValueError for options that the study's file decides: they would change nothing."""
+    given = [f"--{name}" for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+    if given:
+        raise ValueError(f"{', '.join(given)} stands beside the study's file, which says that itself; give one of them")
 
 
 def _whole_numbers(text: str) -> list[int]:

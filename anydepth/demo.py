@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from anydepth.eval.arms import Arm
 from anydepth.eval.backends.base import Backend
+from anydepth.eval.numbers import digits, percent
 from anydepth.eval.report import demo_page, plot
-from anydepth.eval.report.page import digits, percent
 from anydepth.eval.run import provenance_of, question_ids_hash, run, token_pieces
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.models.nano.questions import KINDS, question_text

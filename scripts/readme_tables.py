@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from anydepth.eval.report.page import digits, percent
+from anydepth.eval.numbers import digits, percent
 from anydepth.record import Record
 
 ROOT = Path(__file__).resolve().parents[1]

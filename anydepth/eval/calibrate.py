@@ -8,30 +8,36 @@ risk control (arXiv 2208.02814) bounds the expected loss instead, for losses tha
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import fsum
 from pathlib import Path
 from typing import Any
 
-from anydepth.certificate import DRAW_SETTINGS, EXIT_SETTINGS, GRID_SETTINGS, LOSSES, NEVER, Certificate
+from anydepth.certificate import (
+    DRAW_SETTINGS,
+    EXIT_SETTINGS,
+    FILE,
+    GRID_SETTINGS,
+    LOSSES,
+    NEVER,
+    Certificate,
+    question_set_hash,
+)
 from anydepth.eval.arms import Arm, Study
+from anydepth.eval.calibrate_checks import check_finished, check_paired, check_questions
 from anydepth.eval.study import Options, ask_task, run_study
 from anydepth.provenance import source
 from anydepth.record import HEADER, Record, Sample, write_atomically
 from anydepth.stats import conformal_risk_control, fixed_sequence, hoeffding_bentkus
 from anydepth.types import unknown
 
-LEAST_QUESTIONS = 500
 METHODS = ("ltt", "conformal_risk_control")
 THRESHOLDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5, 0.3, 0.2, 0.1)
-PLAN, CERTIFICATE = "grid.json", "certificate.json"
+PLAN = "grid.json"
 _VERSION = 1
-_FREE = ("name", "concurrency", *GRID_SETTINGS)  # may differ along the grid
-_IDLE = ("policy", "fill", "gate_dtype", "signals", "lateness")  # mean nothing where no token leaves early
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +103,7 @@ def certify(
     asked, questions = ask_task(study, options)
     tests = [question.id for question in asked.questions("test")] if "test" in asked.splits else []
     ids = [question.id for question in questions]
-    _check_questions(ids, split=split, test_ids=tests, fitted_on=fitted_on)
+    check_questions(ids, split=split, test_ids=tests, fitted_on=fitted_on)
     grid = _ordered([{name: arm.options[name] for name in GRID_SETTINGS} for arm in points])
     _fix(Path(out), _plan(goal, grid=grid, ids=ids, model=model, task=asked.name))
     records = run_study(study, out=out, options=options, progress=progress)
@@ -123,11 +129,11 @@ def calibrate(
     than a threshold; a setting that comes twice; test questions; questions also fitted on; fewer than 500; an `out`
     that has another grid, loss, epsilon, delta or questions; and for conformal risk control where a loss falls.
     """
-    _check_finished([full, *grid])
+    check_finished([full, *grid])
     points = sorted(grid, key=lambda record: _key(_point(record)))
     order = _ordered([_point(record) for record in points])
-    ids = _check_paired(full, points)
-    _check_questions(ids, split=full.settings_used.get("split"), test_ids=test_ids, fitted_on=fitted_on)
+    ids = check_paired(full, points)
+    check_questions(ids, split=full.settings_used.get("split"), test_ids=test_ids, fitted_on=fitted_on)
     used = points[0].settings_used
     folder = Path(out)
     _fix(folder, _plan(goal, grid=order, ids=ids, model=used["model"], task=used["task"]))
@@ -158,18 +164,13 @@ def calibrate(
             for lost, record, p in zip(losses, points, p_values, strict=True)
         ),
         chosen=order[count - 1] if count else NEVER,
-        fitted_on=ids_hash(fitted_on) if fitted_on else None,
-        certified_on=ids_hash(ids),
+        fitted_on=question_set_hash(fitted_on) if fitted_on else None,
+        certified_on=question_set_hash(ids),
         seed=used["seed"],
         made_by=source(),
     )
-    certificate.write(folder / CERTIFICATE)
+    certificate.write(folder / FILE)
     return certificate
-
-
-def ids_hash(ids: Iterable[str]) -> str:
-    """sha256 (hex) of a set of question ids, whatever their order."""
-    return hashlib.sha256("\n".join(sorted(set(ids))).encode()).hexdigest()
 
 
 def read_ids(path: str | Path) -> list[str]:
@@ -222,66 +223,6 @@ def _ordered(grid: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return order
 
 
-def _check_finished(records: Sequence[Record]) -> None:
-    for record in records:
-        if record.kind != "eval" or record.status != "complete" or not record.samples:
-            raise ValueError(
-                f"{record.path} is a Record of kind {record.kind}, {record.status}, with {len(record.samples)} samples "
-                f"read; certifying needs complete evaluations with their samples: finish the run"
-            )
-        if record.settings_used["backend"] != "engine":
-            raise ValueError(f"{record.path} is of backend {record.settings_used['backend']!r}; allowed: 'engine'")
-
-
-def _check_paired(full: Record, points: Sequence[Record]) -> list[str]:
-    """Ids of the questions, once it is certain that the Records differ in nothing but thresholds."""
-    for record in points:
-        if record.protocol_hash != full.protocol_hash:
-            raise ValueError(f"{record.path} and {full.path} have different protocols; run both under the same")
-        if _keys(record) != _keys(full):
-            one = next(iter(_keys(record) ^ _keys(full)))
-            raise ValueError(f"{record.path} and {full.path} have different questions (such as {one}); run the same")
-    if full.settings_used["policy"] != NEVER:
-        raise ValueError(
-            f"{full.path} is of policy {full.settings_used['policy']!r}; the paired Record must be 'never'"
-        )
-    if points[0].settings_used["policy"] in (NEVER, "trace"):
-        raise ValueError(f"{points[0].path} is of policy {points[0].settings_used['policy']!r}, which has no threshold")
-    for record in points:
-        _check_same(points[0], record, free=_FREE)
-    _check_same(full, points[0], free=(*_FREE, *EXIT_SETTINGS, *_IDLE))
-    return sorted({sample["id"] for sample in full.samples})
-
-
-def _keys(record: Record) -> set[tuple[str, int]]:
-    return {(sample["id"], sample["answer_index"]) for sample in record.samples}
-
-
-def _check_same(one: Record, other: Record, *, free: Collection[str]) -> None:
-    for name in sorted({*one.settings_used, *other.settings_used} - {*free}):
-        old, new = one.settings_used.get(name), other.settings_used.get(name)
-        if old != new:
-            raise ValueError(
-                f"{name} is {old!r} in {one.path} and {new!r} in {other.path}; only thresholds may vary along a grid"
-            )
-
-
-def _check_questions(
-    ids: Sequence[str], *, split: str | None, test_ids: Collection[str] | None, fitted_on: Collection[str]
-) -> None:
-    if split is None and test_ids is None:
-        raise ValueError("the Records do not say of which split the questions are; give the ids of the test questions")
-    if split == "test" or (tests := {*ids} & {*(test_ids or ())}):
-        which = "split 'test'" if split == "test" else f"{len(tests)} of them, such as {min(tests)!r}"
-        raise ValueError(f"these are test questions ({which}); a threshold is certified on questions of another split")
-    if both := {*ids} & {*fitted_on}:
-        raise ValueError(
-            f"{len(both)} questions were also fitted on, such as {min(both)!r}; certify on others, or nothing is shown"
-        )
-    if len(ids) < LEAST_QUESTIONS:
-        raise ValueError(f"there are {len(ids)} questions; a certificate needs {LEAST_QUESTIONS} or more")
-
-
 def _plan(
     goal: Goal, *, grid: Sequence[Mapping[str, Any]], ids: Sequence[str], model: str, task: str
 ) -> dict[str, Any]:
@@ -297,7 +238,7 @@ def _plan(
         "method": goal.method,
         "monotonise": goal.monotonise,
         "n": len(ids),
-        "question_ids_sha256": ids_hash(ids),
+        "question_ids_sha256": question_set_hash(ids),
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from anydepth.eval.numbers import digits, percent
 from anydepth.record import Record
 
 
@@ -29,11 +30,11 @@ def show_arms(records: Sequence[Record], *, folder: Path | None) -> dict[str, An
         table.add_row(
             row["name"],
             str(row["n"]),
-            _percent(row["accuracy"]),
-            f"{_percent(row['low'])}-{_percent(row['high'])}",
-            _number(row["mean_depth"], 2),
-            _number(row["tokens_per_question"], 1),
-            _number(row["segments_executed_per_question"], 1),
+            percent(row["accuracy"]),
+            f"{percent(row['low'])}-{percent(row['high'])}",
+            digits(row["mean_depth"], 2),
+            digits(row["tokens_per_question"], 1),
+            digits(row["segments_executed_per_question"], 1),
             *(str(row[name]) for name in shown),
         )
     console = Console(highlight=False)
@@ -41,17 +42,9 @@ def show_arms(records: Sequence[Record], *, folder: Path | None) -> dict[str, An
     for row in rows:
         for name, found in row["by_extractor"].items():
             console.print(
-                f"{row['name']}, {name} extraction: {_percent(found['accuracy'])} %, unread {found['unparseable']}"
+                f"{row['name']}, {name} extraction: {percent(found['accuracy'])} %, unread {found['unparseable']}"
             )
         for name, value in row["metrics"].items():
-            console.print(f"{row['name']}, {name}: {_number(value, 4)}")
+            console.print(f"{row['name']}, {name}: {digits(value, 4)}")
     console.print(f"Records in {folder}", soft_wrap=True)
     return {"arms": rows, "folder": str(folder)}
-
-
-def _percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.1f}"
-
-
-def _number(value: float | None, places: int) -> str:
-    return "–" if value is None else f"{value:.{places}f}"

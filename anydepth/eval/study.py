@@ -131,9 +131,14 @@ def tensor_threads(threads: int | None, backend: Backend) -> Iterator[int]:
 
 
 def read_plan(folder: Path) -> list[dict[str, Any]]:
-    """What was planned, first to last: lines of study.jsonl. [] where there is none."""
-    path = folder / PLAN
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """What was planned, first to last: lines of study.jsonl. [] where there is none; ValueError for a broken line."""
+    path, plans = folder / PLAN, []
+    for number, line in enumerate(path.read_text().splitlines() if path.is_file() else (), start=1):
+        try:
+            plans.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); restore the line as it was") from error
+    return plans
 
 
 def _plan(folder: Path, study: Study, frozen: Mapping[str, Any] | None) -> None:

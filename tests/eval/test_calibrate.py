@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from anydepth import LLM, Sampling
-from anydepth.certificate import Certificate
+from anydepth.certificate import Certificate, question_set_hash
 from anydepth.eval.arms import Arm, Study
-from anydepth.eval.calibrate import Goal, calibrate, certify, ids_hash, read_ids
+from anydepth.eval.calibrate import Goal, calibrate, certify, read_ids
 from anydepth.eval.study import Options, run_study
 from anydepth.models.nano import questions as nano
 from anydepth.record import Record, RecordWriter
@@ -126,8 +126,8 @@ def test_the_certificate_says_what_it_is_for(tmp_path):
     assert (certificate.fill, certificate.dtype, certificate.gate_dtype) == ("full", "float64", "bfloat16")
     assert certificate.sampling == {"temperature": 0.7, "top_k": None, "top_p": 0.9}
     assert (certificate.n, certificate.eps, certificate.delta, certificate.seed) == (N, 0.1, 0.05, 3)
-    assert certificate.fitted_on == ids_hash(["b", "a"]) != certificate.certified_on
-    assert certificate.certified_on == ids_hash(f"q{i}" for i in range(N))
+    assert certificate.fitted_on == question_set_hash(["b", "a"]) != certificate.certified_on
+    assert certificate.certified_on == question_set_hash(f"q{i}" for i in range(N))
     assert certificate.protocol_hash == "p" and certificate.made_by["version"]
 
 

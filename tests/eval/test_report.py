@@ -10,11 +10,11 @@ from itertools import combinations
 
 import pytest
 
-from anydepth.certificate import Certificate
-from anydepth.eval.calibrate import ids_hash
+from anydepth.certificate import Certificate, question_set_hash
 from anydepth.eval.compare.rules import rules_told
+from anydepth.eval.numbers import digits, p_value, percent, points, signed
 from anydepth.eval.report import plot
-from anydepth.eval.report.page import Block, Cell, Table, digits, markdown, p_value, percent, points, signed, tint
+from anydepth.eval.report.page import Block, Cell, Table, markdown, tint
 from anydepth.eval.report.plot import Box, Point
 from anydepth.eval.report.report import report
 from anydepth.record import RecordWriter, publish
@@ -244,7 +244,7 @@ def test_a_certificate_among_the_files_is_said_first(study, tmp_path, certified_
         points=({"n": 600, "losses": 3.0, "p": 0.001},),
         chosen={"exit_threshold": 0.5, "min_depth": 1},
         fitted_on=None,
-        certified_on=ids_hash(ids),
+        certified_on=question_set_hash(ids),
         seed=0,
         made_by={},
     )

@@ -146,9 +146,8 @@ class TransformersBackend(Backend):
         start, scores = time.perf_counter(), []
         for ids in ask.continuations:
             fed = torch.tensor([[*ask.prompt_ids, *ids[:-1]]])
-            output = self._forward(fed, torch.ones_like(fed), None, self._exit(sampling))
-            logits = output.logits[0, -len(ids) :]
-            depths = self._depths(output, self._exit(sampling))[0, -len(ids) :].tolist()
+            output, depths_BS = self._forward(fed, torch.ones_like(fed), None, self._exit(sampling))
+            logits, depths = output.logits[0, -len(ids) :], depths_BS[0, -len(ids) :].tolist()
             target = torch.tensor(ids)
             wide = logits.double().log_softmax(-1)
             logprobs = wide.gather(1, target.unsqueeze(1)).squeeze(1).tolist()
@@ -165,13 +164,14 @@ class TransformersBackend(Backend):
 
     def _pass(self, ids_BS: Tensor, mask_BS: Tensor, cache: Any, exit_: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:
         """Logits [B, V] and depth [B] of the last position, and the cache with these positions in it."""
-        output = self._forward(ids_BS, mask_BS, cache, exit_)
-        return output.logits[:, -1], self._depths(output, exit_)[:, -1], output.get(_cache_name())
+        output, depths_BS = self._forward(ids_BS, mask_BS, cache, exit_)
+        return output.logits[:, -1], depths_BS[:, -1], output.get(_cache_name())
 
-    def _forward(self, ids_BS: Tensor, mask_BS: Tensor, cache: Any, exit_: dict[str, Any]) -> Any:
+    def _forward(self, ids_BS: Tensor, mask_BS: Tensor, cache: Any, exit_: dict[str, Any]) -> tuple[Any, Tensor]:
+        """The model's output, and the depth [B, S], from 1, that each row of logits was read at."""
         positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
-        with _Gates(self.model) as self._gates:
-            return self.model(
+        with _Gates(self.model) as gates:
+            output = self.model(
                 input_ids=ids_BS,
                 attention_mask=mask_BS,
                 position_ids=positions_BS,
@@ -179,14 +179,11 @@ class TransformersBackend(Backend):
                 **{_cache_name(): cache},
                 **exit_,
             )
-
-    def _depths(self, output: Any, exit_: dict[str, Any]) -> Tensor:
-        """[B, S]: the loop, from 1, that each row of logits was read at."""
         if "exit_threshold" not in exit_:
             step = exit_.get("exit_at_step", self.segments - 1)
-            return torch.full(output.logits.shape[:2], step + 1)
+            return output, torch.full(output.logits.shape[:2], step + 1)
         steps = getattr(output, "exit_steps", None)
-        return (released_exit(self._gates.seen, exit_["exit_threshold"]) if steps is None else steps) + 1
+        return output, (released_exit(gates.seen, exit_["exit_threshold"]) if steps is None else steps) + 1
 
 
 class Answer:
@@ -218,8 +215,8 @@ class Answer:
     def output(self) -> Output:
         assert self.reason is not None
         self.text.end()
-        decoded = self.depths[1:] if self.sampling.first_token == "prefill" else self.depths
-        prefilled = len(self.ask.prompt_ids) - (len(self.depths) - len(decoded) == 0)
+        first = self.sampling.first_token == "prefill"  # the first token is read off the prompt's pass
+        decoded, prefilled = self.depths[first:], len(self.ask.prompt_ids) - (not first)
         return Output(
             request_id=f"{self.ask.key[0]}:{self.ask.key[1]}",
             prompt_ids=self.ask.prompt_ids,

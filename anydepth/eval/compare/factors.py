@@ -22,6 +22,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 _ALL = tuple(dict.fromkeys(name for names in _PARAMETERS.values() for name in names))
 _KNOWN_BEFOREHAND = ("never", "fixed", "interval", "trace")  # no signal, so none comes late
 EXACT_KV = "exact"
+EXACT_FILLS = ("full", "deferred")  # every depth holds what was, or will be, computed for it
 _BESIDE = (
     "name",
     "task",
@@ -107,7 +108,7 @@ def kv_kind(settings: Settings) -> str:
     """What decides the K/V beside the tokens: EXACT_KV where every depth holds what was, or will be, computed for it,
     else the fill."""
     fill = settings.get("fill") or "full"
-    exact = fill in ("full", "deferred") or (effective_policy(settings) == "never" and fill != "shared")
+    exact = fill in EXACT_FILLS or (effective_policy(settings) == "never" and fill != "shared")
     return EXACT_KV if exact else fill
 
 

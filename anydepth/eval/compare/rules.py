@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anydepth.eval.compare.compare import Comparison
-from anydepth.eval.report.page import p_value, points
+from anydepth.eval.numbers import p_value, points
 
 BEFOREHAND = "set beforehand"
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from anydepth.eval.compare.compare import Comparison
 from anydepth.eval.compare.factors import Factor
 from anydepth.eval.compare.work import Estimate
-from anydepth.eval.report.page import digits, p_value, percent, points, signed
+from anydepth.eval.numbers import digits, interval, p_value, percent, points, signed
 
 SIGNIFICANT = 0.05
 
@@ -136,8 +135,3 @@ def where_they_part(found: Comparison) -> list[str]:
             f"While the tokens are the same, A is read {digits(abs(difference), 2)} segments {deeper} a token."
         )
     return lines
-
-
-def interval(limits: Any) -> str:
-    """Limits of a share's difference, in points: "+3.74 to +7.77"."""
-    return f"{points(limits[0])} to {points(limits[1])}"

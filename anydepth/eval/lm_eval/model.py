@@ -1,6 +1,6 @@
-"""The engine as a model of the lm-evaluation-harness, and the harness's own command with it: `anydepth lm-eval`.
+"""The engine as a model of the lm-evaluation-harness: `AnydepthLM` answers its three kinds of request under one arm.
 
-`AnydepthLM` answers lm-eval's three kinds of request under one arm; `main` registers it as "anydepth" and hands over.
+`anydepth.eval.lm_eval.command` registers it as "anydepth" and hands over to the harness's own command.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ from typing import Any
 
 from anydepth.eval.compare.compare import answers_wanted
 from anydepth.eval.compare.factors import effective_policy, factors, policy_words, value_words
+from anydepth.eval.numbers import digits, percent, points
 from anydepth.eval.report.files import Entry, Section, not_run
-from anydepth.eval.report.page import BAD, WORDS, Bar, Block, Cell, Row, Table, digits, percent, points, tint
+from anydepth.eval.report.page import BAD, WORDS, Bar, Block, Cell, Row, Table, tint
 from anydepth.eval.report.pairs import Pairs
 from anydepth.eval.report.plot import Point
 
@@ -140,11 +141,10 @@ def extractors_block(section: Section) -> Block | None:
         if not extracted:
             continue
         cells = [
-            Cell(percent(e["accuracy"]), f"{percent(e['low'])}–{percent(e['high'])}")
+            Cell(percent(e["accuracy"]), f"{percent(e['low'])}–{percent(e['high'])}") if e else "–"
             for e in map(extracted.get, names)
-            if e
         ]
-        unread = [str(extracted[name]["unparseable"]) for name in names if name in extracted]
+        unread = [str(e["unparseable"]) if e else "–" for e in map(extracted.get, names)]
         gap = points(_less(extracted.get(names[1]), extracted.get(names[0])))
         rows.append((label, *cells, gap, *unread))
     heads = (*(f"{name}, %" for name in names), f"{names[1]} − {names[0]}, pp", *(f"unread, {name}" for name in names))

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anydepth.eval.report.page import BAD, Block, Cell, Row, Table, digits, percent
+from anydepth.eval.numbers import digits, percent
+from anydepth.eval.report.page import BAD, Block, Cell, Row, Table
 from anydepth.record import Record
 
 Figures = Mapping[str, Any]

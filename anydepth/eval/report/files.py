@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anydepth.certificate import Certificate
-from anydepth.eval.calibrate import CERTIFICATE
+from anydepth.certificate import FILE, Certificate
 from anydepth.eval.compare.factors import PROTOCOL
 from anydepth.eval.compare.rules import Told, rules_told
 from anydepth.eval.study import PLAN, read_plan
@@ -86,7 +85,7 @@ def gather(folders: Sequence[str | Path]) -> Gathered:
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder}; give folders of Records or studies")
-    plans = tuple(Plan(path.parent, _plan_lines(path)) for path in _found(folders, PLAN))
+    plans = tuple(Plan(path.parent, tuple(read_plan(path.parent))) for path in _found(folders, PLAN))
     records = [_read(path.parent) for path in _found(folders, HEADER)]
     benches = tuple(record for record in records if record.kind == "bench")
     evals = [record for record in records if record.kind == "eval"]
@@ -100,7 +99,7 @@ def gather(folders: Sequence[str | Path]) -> Gathered:
         sections=sections,
         benches=benches,
         unstarted=tuple(plan for plan in plans if plan not in begun),
-        certificates=tuple(Certificate.read(path) for path in _found(folders, CERTIFICATE)),
+        certificates=tuple(Certificate.read(path) for path in _found(folders, FILE)),
     )
 
 
@@ -122,15 +121,6 @@ def _read(folder: Path) -> Record:
     if header.kind != "eval" or not any((folder / name).exists() for name in (SAMPLES, PUBLISHED_SAMPLES)):
         return header
     return Record.read(folder)
-
-
-def _plan_lines(path: Path) -> tuple[Mapping[str, Any], ...]:
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        try:
-            json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error})") from error
-    return tuple(read_plan(path.parent))
 
 
 def _sections(records: Sequence[Record], plans: Sequence[Plan]) -> tuple[Section, ...]:

@@ -1,4 +1,4 @@
-"""What all pages share: the look, number formats, and blocks of tables that become HTML or Markdown."""
+"""What all pages share: the look, and blocks of tables that become HTML or Markdown."""
 
 from __future__ import annotations
 
@@ -7,37 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from anydepth.eval.numbers import digits, percent
+
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Light tints of viridis, light for shallow and darker for deep: their lightness alone tells them apart.
 _TINTS = ((254, 244, 178), (186, 230, 184), (150, 204, 214), (178, 176, 226))
-
-
-def percent(share: float | None, places: int = 1) -> str:
-    """0.9933 -> "99.3"; a dash where there is nothing."""
-    return "–" if share is None else f"{100 * share:.{places}f}"
-
-
-def digits(value: float | None, places: int = 2) -> str:
-    return "–" if value is None else f"{value:,.{places}f}"
-
-
-def points(share: float | None, places: int = 2) -> str:
-    """A difference of shares in percentage points, with its sign: 0.0576 -> "+5.76"."""
-    return signed(None if share is None else 100 * share, places)
-
-
-def signed(value: float | None, places: int = 1) -> str:
-    """A difference with its sign; 0 has none."""
-    text = "–" if value is None else f"{value:+.{places}f}".replace("-", "−")
-    return text if text.strip("+−0.") else f"{0:.{places}f}"
-
-
-def p_value(p: float | None) -> str:
-    """0.04321 -> "0.0432", 2.9488e-8 -> "2.9e-08"."""
-    return "–" if p is None else f"{p:.3g}" if p >= 1e-4 else f"{p:.1e}"
 
 
 def tint(depth: float, segments: int) -> str:

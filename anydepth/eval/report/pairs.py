@@ -7,17 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anydepth.certificate import LOSSES, NEVER, Certificate
-from anydepth.eval.calibrate import ids_hash
+from anydepth.certificate import LOSSES, NEVER, Certificate, question_set_hash
 from anydepth.eval.compare.compare import Comparison, compare
-from anydepth.eval.compare.factors import effective_policy, factors, policy_words
+from anydepth.eval.compare.factors import EXACT_FILLS, effective_policy, factors, policy_words
 from anydepth.eval.compare.rules import Told, Verdict, judge
+from anydepth.eval.numbers import percent, points
 from anydepth.eval.report.files import Entry, Section
-from anydepth.eval.report.page import percent, points
 from anydepth.stats import holm
 from anydepth.types import unknown
 
-EXACT_FILLS = ("full", "deferred")
 _POLICY = ("policy", "exit_threshold", "depth", "interval", "shallow_depth", "profile", "min_depth", "max_depth")
 
 
@@ -206,7 +204,8 @@ def _evidence(best: Pair, early: int, margin_pp: float) -> list[str]:
 
 def _certified(certificate: Certificate, section: Section) -> str:
     ids = {sample["id"] for entry in section.entries for sample in entry.record.samples}
-    where = "on these very questions" if ids_hash(ids) == certificate.certified_on else "on other questions than these"
+    same = question_set_hash(ids) == certificate.certified_on
+    where = "on these very questions" if same else "on other questions than these"
     chosen = certificate.chosen
     words = NEVER if chosen == NEVER else ", ".join(f"{name} {value:g}" for name, value in chosen.items())
     risk = f"with confidence {1 - certificate.delta:g}" if certificate.delta is not None else "in expectation"

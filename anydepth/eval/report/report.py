@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anydepth.eval.compare.factors import effective_policy
+from anydepth.eval.numbers import digits, percent, points
 from anydepth.eval.report import plot
 from anydepth.eval.report.arms import (
     WORK,
@@ -21,7 +22,7 @@ from anydepth.eval.report.arms import (
 from anydepth.eval.report.bench import bench_block
 from anydepth.eval.report.deviations import deviations
 from anydepth.eval.report.files import Gathered, Section, gather, not_run
-from anydepth.eval.report.page import Block, digits, facts, markdown, percent, points, template_environment
+from anydepth.eval.report.page import Block, facts, markdown, template_environment
 from anydepth.eval.report.pairs import Pair, Pairs, Proposal, pair_up, propose, split_of
 from anydepth.eval.report.verdicts import kv_block, pairs_block, parting_block, rules_block
 from anydepth.record import Record, write_atomically

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from anydepth.eval.compare.rules import rule_words
-from anydepth.eval.compare.words import SIGNIFICANT, factor_words, interval
+from anydepth.eval.compare.words import SIGNIFICANT, factor_words
 from anydepth.eval.compare.work import Work
-from anydepth.eval.report.page import BAD, GOOD, WORDS, Block, Cell, Row, Table, digits, p_value, points, signed
+from anydepth.eval.numbers import digits, interval, p_value, points, signed
+from anydepth.eval.report.page import BAD, GOOD, WORDS, Block, Cell, Row, Table
 from anydepth.eval.report.pairs import Pair, Pairs
 
 

@@ -1,0 +1,43 @@
+"""Commands about results refuse what they would have to ignore, before they run anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydepth.cli import app
+
+STUDY = """[study]
+task = "nano"
+model = "nano"
+[[arm]]
+name = "never"
+"""
+
+
+def run(*arguments):
+    app([str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("command", "beside", "named"),
+    [
+        ("eval", ("--limit", 5), "--limit"),
+        ("eval", ("--task", "gsm8k", "--seed", 0), "--task, --seed"),
+        ("eval", ("--arm", "depth=2"), "--arm"),
+        ("bench", ("--arm", "depth=2", "-m", "nano"), "--arm, --model"),
+        ("bench", ("-t", "nano"), "--task"),
+    ],
+)
+def test_what_a_study_file_decides_cannot_be_given_beside_it(command, beside, named, tmp_path):
+    (tmp_path / "arms.toml").write_text(STUDY)
+    with pytest.raises(ValueError, match=f"^{named} stands beside the study's file"):
+        run(command, "--out", tmp_path / "out", "--study", tmp_path / "arms.toml", *beside)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("arguments", [("--out", "out"), ("--freeze", "frozen", "--task", "alpacaeval")])
+def test_outputs_for_a_judge_are_of_alpacaeval_and_of_a_run(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="--outputs is for answers to alpacaeval"):
+        run("eval", *arguments, "--outputs", "judge")
+    assert not any(tmp_path.iterdir())
