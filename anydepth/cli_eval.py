@@ -106,6 +106,9 @@ def report(
     result = run(folders, out, margin_pp=margin_pp, baseline=baseline)
     for section in result["sections"]:
         print("\n".join([section["title"], *section["proposal"]["lines"]]))
+        for rule in section["rules"]:
+            met = {True: "met", False: "not met", None: "open"}[rule["met"]]
+            print(f"Rule {rule['rule']['name']!r}, {rule['since']}: {met}; {'; '.join(rule['because'])}")
     print(f"Open {result['files']['html']}, or read {result['files']['markdown']}")
     finish("report", result, as_json)
 
@@ -227,7 +230,8 @@ def export(
     if format != "hf":
         raise unknown("format", format, ["hf"])
     folder = export_hf(model, out, revision=revision)
-    print(f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it")
+    print(f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it, and")
+    print(f"AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True) its tokenizer")
     finish("export", {"folder": str(folder)}, as_json)
 
 

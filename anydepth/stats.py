@@ -171,7 +171,7 @@ class Paired:
 
         False means "not shown", never "worse"; and "no significant difference" doesn't mean "equal".
         """
-        _check_share("margin", margin)
+        _check_share("margin", margin, closed=True)
         return self.lower_limit > -margin
 
 
@@ -225,7 +225,7 @@ class Clustered:
 
     def non_inferior(self, margin: float) -> bool:
         """As `Paired.non_inferior`."""
-        _check_share("margin", margin)
+        _check_share("margin", margin, closed=True)
         return self.lower_limit > -margin
 
 

@@ -368,7 +368,7 @@ def test_conformal_risk_control_refuses_falling_losses_or_says_how_many_it_raise
         lambda: newcombe_paired(1, 1, 1, -1),
         lambda: newcombe_paired(1, 1, 1, 1, confidence=95),
         lambda: Paired(both=0, gains=0, losses=0, neither=0),
-        lambda: Paired(both=1, gains=0, losses=0, neither=0).non_inferior(0),
+        lambda: Paired(both=1, gains=0, losses=0, neither=0).non_inferior(-0.5),
         lambda: Paired(both=1, gains=0, losses=0, neither=0).non_inferior(1.5),
         lambda: clustered_difference([(0, 1)]).non_inferior(-0.01),
         lambda: compare_paired([1, 0], [1]),

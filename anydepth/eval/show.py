@@ -20,8 +20,8 @@ def show_arms(records: Sequence[Record], *, folder: Path | None) -> dict[str, An
     if not rows:
         return {"arms": []}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("arm", overflow="fold", min_width=16)
-    headings = ["n", "right %", "95 %", "mean\ndepth", "tokens/\nquestion", "segments/\nquestion"]
+    table.add_column("arm", overflow="fold", min_width=12)
+    headings = ["n", "right %", "95 %", "mean\ndepth", "tokens/\nquestion", "executed\nsegments/\nquestion"]
     counts = {"length_stops": "cut\noff", "unparseable": "un-\nread", "unscored": "un-\nscored"}
     shown = [name for name in counts if any(row[name] for row in rows)]
     for heading in [*headings, *(counts[name] for name in shown)]:

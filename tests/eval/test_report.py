@@ -233,7 +233,7 @@ def test_a_certificate_among_the_files_is_said_first(study, tmp_path, certified_
         signals="sync",
         dtype="float32",
         gate_dtype="float32",
-        sampling={},
+        sampling={"temperature": 0.0, "top_k": None, "top_p": 1.0},
         protocol_hash="p",
         loss="lost",
         grid=({"exit_threshold": 0.5, "min_depth": 1},),
@@ -241,7 +241,7 @@ def test_a_certificate_among_the_files_is_said_first(study, tmp_path, certified_
         eps=0.05,
         delta=0.1,
         method="ltt",
-        points=({"n": 600, "losses": 3.0, "p": 0.001},),
+        points=({"n": 600, "losses": 3.0, "unscored": 0, "p": 0.001},),
         chosen={"exit_threshold": 0.5, "min_depth": 1},
         fitted_on=None,
         certified_on=question_set_hash(ids),
@@ -250,8 +250,8 @@ def test_a_certificate_among_the_files_is_said_first(study, tmp_path, certified_
     )
     certificate.write(study / "certificate.json")
     lines = made(study, tmp_path / "out")[0]["sections"][0]["proposal"]["lines"]
-    assert lines[0].startswith(f"Certified {where}") and "exit_threshold 0.5, min_depth 1" in lines[0]
-    assert "full depth is right and early exit wrong is at most 0.05 with confidence 0.9" in lines[0]
+    assert lines[0].startswith("Certified: gate_cdf exit_threshold 0.5, min_depth 1") and where in lines[0]
+    assert "at most 5 % of questions full depth is right and early exit wrong, with 90 % confidence" in lines[0]
     assert not any("No certificate" in line for line in lines)
 
 

@@ -76,7 +76,7 @@ class Comparison:
         """Whether A is at most the margin worse than B. None without a margin or scores."""
         if self.margin_pp is None or self.outcome is None:
             return None
-        return 100 * self.outcome.result.lower_limit > -self.margin_pp
+        return self.outcome.result.non_inferior(self.margin_pp / 100)
 
     def asdict(self) -> dict[str, Any]:
         """All of it as JSON takes it; differences of accuracy in percentage points."""

@@ -71,7 +71,7 @@ def judge(rule: Mapping[str, Any], found: Comparison) -> Verdict:
         held.append(abs(100 * result.difference) >= bound)
         reasons.append(f"{difference}, {'at least' if held[-1] else 'less than'} {bound:g} pp either way")
     if (bound := rule.get("non_inferior_margin_pp")) is not None:
-        held.append(100 * result.lower_limit > -bound)
+        held.append(result.non_inferior(bound / 100))
         relation = "above" if held[-1] else "not above"
         reasons.append(f"the lower 95 % limit of A − B, {points(result.lower_limit)} pp, is {relation} −{bound:g} pp")
     return Verdict(all(held), tuple(reasons))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anydepth.certificate import LOSSES, NEVER, Certificate, question_set_hash
+from anydepth.certificate import Certificate, describe, question_set_hash
 from anydepth.eval.compare.compare import Comparison, compare
 from anydepth.eval.compare.factors import EXACT_FILLS, effective_policy, factors, policy_words
 from anydepth.eval.compare.rules import Told, Verdict, judge
@@ -206,13 +206,8 @@ def _certified(certificate: Certificate, section: Section) -> str:
     ids = {sample["id"] for entry in section.entries for sample in entry.record.samples}
     same = question_set_hash(ids) == certificate.certified_on
     where = "on these very questions" if same else "on other questions than these"
-    chosen = certificate.chosen
-    words = NEVER if chosen == NEVER else ", ".join(f"{name} {value:g}" for name, value in chosen.items())
-    risk = f"with confidence {1 - certificate.delta:g}" if certificate.delta is not None else "in expectation"
-    return (
-        f"Certified {where} ({certificate.n:,}; {certificate.method}), with fill {certificate.fill}: {words}. The "
-        f"share of such questions where {LOSSES[certificate.loss]} is at most {certificate.eps:g} {risk}."
-    )
+    said = describe(certificate)
+    return f"{said[0].upper()}{said[1:]}; {where}."
 
 
 def _other_questions(section: Section) -> str:

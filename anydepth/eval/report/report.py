@@ -134,7 +134,8 @@ def _chapter(
 
 def _title(section: Section) -> str:
     settings = section.entries[0].settings
-    return f"{_short(settings['model'])} on {settings['task']}"
+    split = f", {settings['split']} split" if settings.get("split") else ""  # early Records do not say it
+    return f"{_short(settings['model'])} on {settings['task']}{split}"
 
 
 def _short(model: str) -> str:
