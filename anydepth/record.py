@@ -19,6 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
+try:
+    import fcntl
+except ImportError:  # not on Windows: two runs into one folder are not told apart there
+    fcntl = None  # type: ignore[assignment]
+
 SCHEMA_VERSION = 1
 Kind = Literal["eval", "bench", "rollout", "train", "study"]
 PUBLISHED_BYTES = 2_000_000
@@ -134,8 +139,12 @@ class RecordWriter:
         if self._file is None:
             raise ValueError(f"{self.record.path} is complete; give another folder for another run")
         line = _line(sample)
-        self._file.write(line)
-        self._file.flush()
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            kept = f"{error.strerror}; the {len(self.samples)} answers before are kept, the same run goes on from them"
+            raise OSError(error.errno, kept, str(self.record.path / SAMPLES)) from error
         self.samples.append(json.loads(line))
         self.done.add(key)
 
@@ -293,8 +302,17 @@ def _key(sample: Any, *, where: str) -> tuple[str, int]:
 
 
 def _open_to_append(path: Path) -> io.BufferedWriter:
-    """The samples, ready for the next line: a half-written last one is cut off."""
+    """The samples, ready for the next line: a half-written last one is cut off. ValueError while another process, or
+    another writer of this one, has them."""
     file = path.open("ab")
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise ValueError(
+                f"{path.parent} is being written by another run; wait for it, or give another folder"
+            ) from error
     content = path.read_bytes()
     file.truncate(content.rfind(b"\n") + 1)
     return file

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -200,3 +203,35 @@ def test_remove_takes_the_record_and_nothing_else(tmp_path):
     written(tmp_path / "other")
     r.remove(tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+
+def test_two_runs_do_not_write_into_one_folder(tmp_path):
+    with writer(tmp_path) as first:
+        first.append(sample(0))
+        with pytest.raises(ValueError, match="is being written by another run"):
+            writer(tmp_path)
+    with writer(tmp_path) as second:
+        assert second.done == {("q0", 0)}
+
+
+def test_a_full_disk_loses_nothing_that_was_written(tmp_path):
+    """The kernel's limit on a file's size stands in for the disk."""
+    script = f"""
+import resource, signal
+from anydepth.record import RecordWriter
+from tests.test_record import sample, writer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+with writer({str(tmp_path / "out")!r}) as out:
+    for number in range(50):
+        out.append(sample(number))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=Path(__file__).parents[1])
+    assert done.returncode == 1 and "answers before are kept" in done.stderr and "samples.jsonl" in done.stderr
+    whole = Record.read(tmp_path / "out").samples
+    assert 5 < len(whole) < 50
+    with writer(tmp_path / "out") as out:
+        assert len(out.done) == len(whole)
+        for number in range(len(whole), 50):
+            out.append(sample(number))
+        assert [s["id"] for s in out.finish({}).samples] == [f"q{number}" for number in range(50)]

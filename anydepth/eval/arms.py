@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from anydepth.types import Sampling, unknown
 
@@ -39,6 +39,10 @@ class Arm:
             )
         if self.backend not in BACKENDS:
             raise ValueError(f"arm {self.name!r}: {unknown('backend', str(self.backend), BACKENDS)}")
+        for key, value in self.engine.items():
+            if not isinstance(value, (int, list) if key == "segments" else str):
+                allowed = "a whole number or a list of exit layers" if key == "segments" else "a string"
+                raise ValueError(f"arm {self.name!r}: {key} is {value!r}; allowed: {allowed}")
         try:
             self.sampling()
         except ValueError as error:
@@ -116,6 +120,31 @@ class Rule:
         return {**given, "compare": list(self.compare)}
 
 
+class Field(NamedTuple):
+    """What a field of [study] may be."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+HEAD = {
+    "task": Field(_name, "a task's name, or the path of a .py file"),
+    "model": Field(_name, "a model's name or path"),
+    "limit": Field(_whole(1), "a whole number from 1"),
+    "ids": Field(lambda value: isinstance(value, list) and all(map(_name, value)), "a list of question ids"),
+    "split": Field(_name, "a split's name"),
+    "seed": Field(_whole(0), "a whole number from 0"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Study:
     """Arms over one task's questions, and the rules of the verdict. `limit`: the first n by hash ranking; `ids`:
@@ -136,9 +165,11 @@ class Study:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"there is no study file {path}; give the path of an arms.toml")
-        text = path.read_text(encoding="utf-8")
         try:
+            text = path.read_text(encoding="utf-8-sig")
             given = tomllib.loads(text)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no UTF-8 text ({error}); save it as such") from error
         except tomllib.TOMLDecodeError as error:  # says line and column itself
             raise ValueError(f"{path}: {error}") from error
         try:
@@ -153,13 +184,20 @@ class Study:
             if key not in ("study", "arm", "rule"):
                 raise unknown("table", key, ("study", "arm", "rule"))
         head = given.get("study", {})
-        known = ("task", "model", "limit", "ids", "split", "seed")
-        for key in head:
-            if key not in known:
-                raise ValueError(f"[study]: {unknown('field', key, known)}")
+        if not isinstance(head, Mapping):
+            raise ValueError(f"study is {head!r}; write it as a table, [study]")
+        for table in ("arm", "rule"):
+            rows = given.get(table, [])
+            if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
+                raise ValueError(f"{table} is {rows!r}; write each as a table of its own, [[{table}]]")
+        for key, value in head.items():
+            if key not in HEAD:
+                raise ValueError(f"[study]: {unknown('field', key, HEAD)}")
+            if not HEAD[key].holds(value):
+                raise ValueError(f"[study]: {key} is {value!r}; allowed: {HEAD[key].allowed}")
         for key in ("task", "model"):
-            if not isinstance(head.get(key), str):
-                raise ValueError(f"[study]: {key} is {head.get(key)!r}; give the {key}'s name or path")
+            if key not in head:
+                raise ValueError(f"[study] has no {key}; give {HEAD[key].allowed}")
         arms = tuple(Arm.parse(arm) for arm in given.get("arm", []))
         names = [arm.name for arm in arms]
         if not arms:

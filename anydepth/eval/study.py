@@ -36,6 +36,11 @@ class Options:
     threads: int | None = None
     trust_remote_code: str | None = None
 
+    def __post_init__(self) -> None:
+        for name, value in (("concurrency", self.concurrency), ("threads", self.threads)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; allowed: whole numbers from 1")
+
 
 def run_study(
     study: Study,

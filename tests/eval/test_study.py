@@ -72,7 +72,12 @@ def test_a_study_is_read(toml, model):
         ("p_below = 0.05", "p_below = -1", r"line 22: rule 'B1 differs': p_below is -1"),
         ("p_below", "p_under", r"line 22: rule 'B1 differs': unknown field 'p_under'"),
         ("[[rule]]", "[[rules]]", r"line 19: unknown table 'rules'"),
-        ('task = "nano"', "", r"\[study\]: task is None"),
+        ('task = "nano"', "", r"\[study\] has no task"),
+        ("limit = 6", 'limit = "6"', r"line 4: \[study\]: limit is '6'; allowed: a whole number from 1"),
+        ("seed = 3", "seed = -3", r"line 5: \[study\]: seed is -3"),
+        ("seed = 3", "split = 3", r"line 5: \[study\]: split is 3; allowed"),
+        ("limit = 6", "ids = [1]", r"line 4: \[study\]: ids is \[1\]"),
+        ('fill = "full"', "fill = 3", r"line 16: arm 'B1-0.5': fill is 3; allowed: a string"),
     ],
 )
 def test_a_mistake_is_named_with_its_line(toml, old, new, message):
@@ -80,6 +85,29 @@ def test_a_mistake_is_named_with_its_line(toml, old, new, message):
     toml.write_text(toml.read_text().replace(old, new))
     with pytest.raises(ValueError, match=rf"arms\.toml.*{message}"):
         Study.read(toml)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("study = 3", r"study is 3; write it as a table, \[study\]"),
+        ('[study]\ntask = "nano"\nmodel = "nano"\n[arm]\nname = "a"', r"arm is .*; write each as .*\[\[arm\]\]"),
+        ('arm = [1]\n[study]\ntask = "nano"\nmodel = "nano"', r"arm is \[1\]; write each"),
+        ("", r"\[study\] has no task"),
+        (b"\xff", "no UTF-8 text"),
+    ],
+)
+def test_what_is_no_study_is_said(tmp_path, text, message):
+    path = tmp_path / "arms.toml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+        Study.read(path)
+
+
+def test_a_byte_order_mark_is_no_mistake(toml):
+    study = Study.read(toml)
+    toml.write_bytes(b"\xef\xbb\xbf" + toml.read_bytes())
+    assert Study.read(toml) == study
 
 
 def test_each_arm_becomes_a_record_and_a_second_run_changes_nothing(toml, tmp_path):

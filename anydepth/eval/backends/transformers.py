@@ -47,7 +47,10 @@ class TransformersBackend(Backend):
         signals: str = "sync",
         dtype: str | None = None,
         gate_dtype: str | None = None,
+        segments: object = None,
     ) -> None:
+        if segments is not None:
+            raise ValueError(f"segments is {segments!r}; transformers has no inner exits, leave it out")
         for what, value, known in (
             ("fill", fill or "full", ("full",)),
             ("signals", signals, ("sync",)),
