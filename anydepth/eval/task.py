@@ -134,6 +134,9 @@ class Task(ABC):
         if split not in self.splits:
             raise unknown(f"split of task {self.name}", split, self.splits)
         every = list(self.questions(split))
+        for question in every:
+            if not isinstance(question.id, str):
+                raise ValueError(f"task {self.name}, split {split}: the id {question.id!r} is no string; make it one")
         questions = {question.id: question for question in every}
         if len(questions) < len(every):
             raise ValueError(f"task {self.name}, split {split}: {len(every) - len(questions)} ids come more than once")

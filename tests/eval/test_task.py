@@ -92,6 +92,12 @@ def test_refuses_doubled_ids(sums):
         load_task(sums).select()
 
 
+def test_refuses_ids_that_are_no_strings(sums):
+    sums.write_text(SUMS.replace('id=f"{a}+{b}"', "id=9 * a + b"))
+    with pytest.raises(ValueError, match="the id 0 is no string"):
+        load_task(sums).select()
+
+
 def test_unknown_names_and_files(tmp_path, sums):
     with pytest.raises(ValueError, match="unknown task 'nan'; did you mean 'nano'"):
         load_task("nan")
