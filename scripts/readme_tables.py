@@ -59,10 +59,10 @@ def study_text() -> str:
         "B1-0.2": "gate 0.2, K/V copied, engine",
     }
     lines = [
-        "Twenty-one arms answered all 2,160 test questions, on nano and on its twin that was not trained for copied K/V "
-        "([study](benchmarks/nano_study.toml), [report](results/nano_study/report/report.md), [the twin's]"
-        "(results/nano-plain_study/report/report.md)). Some of them, right answers in % with 95 % interval, and segments "
-        "executed a question:",
+        "Twenty-one arms answered all 2,160 test questions, on nano and on its twin that was not trained for copied "
+        "K/V ([study](benchmarks/nano_study.toml), [report](results/nano_study/report/report.md), [the twin's]"
+        "(results/nano-plain_study/report/report.md)). Some of them, right answers in % with 95 % interval, and "
+        "segments executed a question:",
         "",
         "| arm | | nano, right | segments | nano-plain, right | segments |",
         "|---|---|---|---|---|---|",
