@@ -19,7 +19,7 @@ FILE = "certificate.json"
 NEVER: Literal["never"] = "never"
 GRID_SETTINGS = ("exit_threshold", "min_depth")  # what may vary between the settings that are tried
 EXIT_SETTINGS = ("exit_policy", *GRID_SETTINGS, "max_depth", "depth", "trace")  # fields of Sampling that it decides
-DRAW_SETTINGS = ("temperature", "top_k", "top_p")  # fields of Sampling that it holds for
+DRAW_SETTINGS = ("temperature", "top_k", "top_p", "first_token")  # fields of Sampling that it holds for
 LOSSES = {
     "lost": "full depth is right and early exit wrong",
     "wrong": "early exit is wrong",
@@ -147,7 +147,7 @@ class Certificate:
         """A request's sampling under this certificate: without an exit setting it gets the certified one.
 
         policy: the name of the policy that `sampling` means. Raises ValueError for an exit setting, or a temperature,
-        top_k or top_p, other than the certified one.
+        top_k, top_p or first_token, other than the certified one.
         """
         certified = self.settings
         asked = {name: getattr(sampling, name) for name in (*DRAW_SETTINGS, *EXIT_SETTINGS)}

@@ -36,7 +36,7 @@ def certificate(plain):
         signals="sync",
         dtype="float32",
         gate_dtype="float32",
-        sampling={"temperature": 0.0, "top_k": None, "top_p": 1.0},
+        sampling={"temperature": 0.0, "top_k": None, "top_p": 1.0, "first_token": "prefill"},
         protocol_hash="p",
         loss="lost",
         grid=({"exit_threshold": 0.9, "min_depth": 1}, HALF),
@@ -187,6 +187,7 @@ REFUSED = [
     ({"temperature": 0.7}, "temperature is 0.7, certified is 0.0"),
     ({"top_k": 5}, "top_k is 5, certified is None"),
     ({"top_p": 0.9}, "top_p is 0.9, certified is 1.0"),
+    ({"first_token": "policy"}, "first_token is 'policy', certified is 'prefill'"),
     ({"exit_threshold": 0.5, "temperature": 1.0}, "temperature is 1.0, certified is 0.0"),
 ]
 
@@ -217,7 +218,7 @@ def test_a_certified_temperature_must_be_asked_for(folder, certificate):
 
 def test_every_field_of_sampling_is_certified_or_free():
     """A new field that decides depth or what is drawn belongs into EXIT_SETTINGS or DRAW_SETTINGS."""
-    free = {"max_tokens", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs", "first_token"}
+    free = {"max_tokens", "seed", "n", "stop", "stop_token_ids", "ignore_eos", "logprobs"}
     assert {field.name for field in fields(Sampling)} == {*EXIT_SETTINGS, *DRAW_SETTINGS} | free
 
 

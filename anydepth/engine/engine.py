@@ -112,13 +112,12 @@ class Engine:
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is {sampling!r}; allowed: a Sampling, or None for the defaults")
+        if self.certificate is not None:
+            sampling = self.certificate.hold(sampling, policy=policy_name(sampling))
         if forced:  # scored from the context's last token on, which is a decode row
             sampling = replace(sampling, first_token="policy")
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
-        if self.certificate is not None:
-            sampling = self.certificate.hold(sampling, policy=name)
-            name = policy_name(sampling)
         if name not in self._policies:
             self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
         policy = self._policies[name]

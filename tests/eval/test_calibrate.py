@@ -36,6 +36,7 @@ USED = {
     "temperature": 0.0,
     "top_k": None,
     "top_p": 1.0,
+    "first_token": "prefill",
     "seed": 3,
     "concurrency": 32,
 }
@@ -124,7 +125,7 @@ def test_the_certificate_says_what_it_is_for(tmp_path):
     }
     assert certificate.grid == tuple({"exit_threshold": 0.9, "min_depth": low} for low in (2, 1))
     assert (certificate.fill, certificate.dtype, certificate.gate_dtype) == ("full", "float64", "bfloat16")
-    assert certificate.sampling == {"temperature": 0.7, "top_k": None, "top_p": 0.9}
+    assert certificate.sampling == {"temperature": 0.7, "top_k": None, "top_p": 0.9, "first_token": "prefill"}
     assert (certificate.n, certificate.eps, certificate.delta, certificate.seed) == (N, 0.1, 0.05, 3)
     assert certificate.fitted_on == question_set_hash(["b", "a"]) != certificate.certified_on
     assert certificate.certified_on == question_set_hash(f"q{i}" for i in range(N))
