@@ -104,13 +104,16 @@ class Rule:
             raise ValueError(f"a rule needs a name; given: {dict(given)}")
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise ValueError(f"rule {name!r}: compare is {pair!r}; allowed: the names of two arms")
+        if pair[0] == pair[1]:
+            raise ValueError(f"rule {name!r}: compare names {pair[0]!r} twice; give two arms")
         for arm in pair:
             if arm not in arms:
                 raise ValueError(f"rule {name!r}: {unknown('arm', str(arm), arms)}")
         bounds = {key: value for key, value in given.items() if key not in ("name", "compare")}
         for key, value in bounds.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-                raise ValueError(f"rule {name!r}: {key} is {value!r}; allowed: a number from 0")
+            most = 1 if key == "p_below" else 100
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+                raise ValueError(f"rule {name!r}: {key} is {value!r}; allowed: a number from 0 to {most}")
         if not bounds:
             raise ValueError(f"rule {name!r} bounds nothing; give one of {', '.join(known[2:])}")
         return cls(name=name, compare=(pair[0], pair[1]), **bounds)
@@ -205,6 +208,9 @@ class Study:
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise ValueError(f"two arms have the name {twice!r}; give each its own")
         rules = tuple(Rule.parse(rule, names) for rule in given.get("rule", []))
+        told = [rule.name for rule in rules]
+        if twice := next((name for name in told if told.count(name) > 1), None):
+            raise ValueError(f"two rules have the name {twice!r}; give each its own")
         ids = head.get("ids")
         return cls(**{**head, "ids": tuple(ids) if ids is not None else None}, arms=arms, rules=rules)
 

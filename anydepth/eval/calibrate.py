@@ -28,7 +28,8 @@ from anydepth.certificate import (
 )
 from anydepth.eval.arms import Arm, Study
 from anydepth.eval.calibrate_checks import check_finished, check_paired, check_questions
-from anydepth.eval.study import Options, ask_task, run_study
+from anydepth.eval.run import in_force, sampling_of
+from anydepth.eval.study import Backends, Options, ask_task, run_study
 from anydepth.provenance import source
 from anydepth.record import HEADER, Record, Sample, write_atomically
 from anydepth.stats import conformal_risk_control, fixed_sequence, hoeffding_bentkus
@@ -104,6 +105,9 @@ def certify(
     tests = [question.id for question in asked.questions("test")] if "test" in asked.splits else []
     ids = [question.id for question in questions]
     check_questions(ids, split=split, test_ids=tests, fitted_on=fitted_on)
+    backends = Backends(study, options)
+    for arm in study.arms:  # before the plan is written, which cannot be changed afterwards
+        in_force(arm, backends.of(arm), sampling_of(arm, asked))
     grid = _ordered([{name: arm.options[name] for name in GRID_SETTINGS} for arm in points])
     _fix(Path(out), _plan(goal, grid=grid, ids=ids, model=model, task=asked.name))
     records = run_study(study, out=out, options=options, progress=progress)
@@ -187,7 +191,7 @@ def _arms(
     thresholds: Sequence[float], min_depths: Sequence[int], settings: Mapping[str, Any]
 ) -> tuple[Arm, tuple[Arm, ...]]:
     """Full depth, and an arm for each setting, the most conservative first."""
-    for name in ("name", *GRID_SETTINGS, "depth", "trace", "certificate"):
+    for name in ("name", "backend", *GRID_SETTINGS, "depth", "trace", "certificate"):
         if name in settings:
             raise ValueError(
                 f"{name} was given for all settings; give what they share, thresholds and min_depths apart"

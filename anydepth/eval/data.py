@@ -35,7 +35,11 @@ def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     Raises ValueError naming file and line for a line that is no JSON object or lacks a field.
     """
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error}); save it as such") from error
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

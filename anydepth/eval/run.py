@@ -68,6 +68,11 @@ def run(
         provenance=provenance_of(task, backend, task_hash, seed=seed, threads=threads),
         protocol_hash=protocol_hash(protocol(task, questions, prompts, sampling, backend, task_hash=task_hash)),
     ) as writer:
+        if foreign := writer.done - {ask.key for ask in asks}:
+            raise ValueError(
+                f"{writer.record.path} has answer {min(foreign)[1]} of question {min(foreign)[0]!r}, which this run "
+                f"does not ask; its samples were edited, give another folder"
+            )
         left = [ask for ask in asks if ask.key not in writer.done]
         tell = progress or (lambda count: None)
         tell(len(asks) - len(left))

@@ -163,7 +163,15 @@ def ranked(ids: Iterable[str], *, task: str) -> list[str]:
 
 def check_gold(task: Task, question: Question) -> None:
     """ValueError unless the right answer scores 1: the grader or the answer is wrong."""
-    text = question.choices[question.gold] if question.choices else task.gold_text(question)
+    if question.choices and question.gold is not None:
+        if question.gold not in range(len(question.choices)):
+            raise ValueError(
+                f"task {task.name}: question {question.id!r} has {len(question.choices)} choices and the right one is "
+                f"{question.gold!r}; allowed: its index, from 0"
+            )
+        text: str | None = question.choices[question.gold]
+    else:
+        text = task.gold_text(question)
     if text is None:
         return
     grade = task.grade(question, text)

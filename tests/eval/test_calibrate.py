@@ -379,3 +379,23 @@ def test_nano_from_questions_to_an_llm_that_keeps_to_it(on_nano, drawn, tmp_path
     certified, half = run_study(study, out=tmp_path / "eval", progress=False)
     assert certified.settings_used["policy"] == "gate_cdf" and certified.settings_passed["certificate"] == path
     assert certified.aggregates == half.aggregates and half.aggregates["mean_depth"] < 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "low", "message"),
+    [({}, 9, "min_depth is 9"), ({"fill": "zz"}, 1, "unknown fill 'zz'"), ({"backend": "reference"}, 1, "backend was")],
+)
+def test_a_plan_that_does_not_fit_is_not_fixed(tmp_path, settings, low, message):
+    with pytest.raises(ValueError, match=message):
+        certify(
+            Goal(epsilon=0.05),
+            model="nano",
+            task="nano",
+            out=tmp_path / "out",
+            thresholds=(0.5,),
+            min_depths=(low,),
+            settings=settings,
+            limit=500,
+            progress=False,
+        )
+    assert not (tmp_path / "out").exists()

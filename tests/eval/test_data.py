@@ -41,3 +41,12 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path.write_text("\n")
     with pytest.raises(ValueError, match="is empty"):
         read_jsonl(path, ("id",))
+
+
+def test_encodings(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"id": "1"}\n')
+    assert read_jsonl(path, ("id",)) == [{"id": "1"}]
+    path.write_bytes('{"id": "é"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"a\.jsonl is no UTF-8 text"):
+        read_jsonl(path, ("id",))

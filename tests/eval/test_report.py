@@ -255,6 +255,15 @@ def test_a_certificate_among_the_files_is_said_first(study, tmp_path, certified_
     assert not any("No certificate" in line for line in lines)
 
 
+def test_a_header_that_its_samples_do_not_bear_out_is_refused(study, tmp_path):
+    path = next(study.glob("*/record.json"))
+    header = json.loads(path.read_text())
+    header["aggregates"]["accuracy"] = 0.999
+    path.write_text(json.dumps(header))
+    with pytest.raises(ValueError, match=r"record\.json says accuracy is 0\.999, its samples make it"):
+        made(study, tmp_path / "out")
+
+
 def test_many_groups_are_summed_up(tmp_path):
     draw = random.Random(3)
     for name, more in (("B0", {}), ("B1", GATE)):

@@ -145,3 +145,17 @@ def test_token_pieces_join_to_the_text_with_special_tokens():
 
     assert token_pieces(decode, [1, 2, 3, 4]) == ["a", "", "é", "<eos>"]
     assert token_pieces(decode, [1, 5]) == ["a", "\ufffd"] and token_pieces(decode, []) == []
+
+
+def test_answers_that_were_never_asked_for_are_not_counted(llm, task, questions, tmp_path):
+    def interrupt(count):
+        if count:
+            raise KeyboardInterrupt
+
+    backend = EngineBackend(llm)
+    with pytest.raises(KeyboardInterrupt):
+        run(ARM, task=task, backend=backend, out=tmp_path, questions=questions, progress=interrupt)
+    with (tmp_path / "samples.jsonl").open("a") as file:
+        file.write('{"id":"planted","answer_index":0}\n')
+    with pytest.raises(ValueError, match="answer 0 of question 'planted', which this run does not ask"):
+        run(ARM, task=task, backend=backend, out=tmp_path, questions=questions)

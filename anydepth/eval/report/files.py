@@ -6,14 +6,28 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from anydepth.certificate import FILE, Certificate
+from anydepth.eval.aggregate import aggregate
 from anydepth.eval.compare.factors import PROTOCOL
 from anydepth.eval.compare.rules import Told, rules_told
 from anydepth.eval.study import PLAN, read_plan
 from anydepth.record import HEADER, PUBLISHED_SAMPLES, SAMPLES, Record
+
+# What a header says and its samples must bear out; the rest is a breakdown of the same.
+CHECKED = (
+    "n",
+    "accuracy",
+    "low",
+    "high",
+    "mean_depth",
+    "tokens_per_question",
+    "segments_read_per_question",
+    "segments_executed_per_question",
+)
 
 
 class Plan(NamedTuple):
@@ -120,7 +134,18 @@ def _read(folder: Path) -> Record:
     header = Record.read(folder, samples=False)
     if header.kind != "eval" or not any((folder / name).exists() for name in (SAMPLES, PUBLISHED_SAMPLES)):
         return header
-    return Record.read(folder)
+    record = Record.read(folder)
+    if record.status == "complete":
+        found = aggregate(record.samples)
+        for name in CHECKED:
+            said, counted = record.aggregates.get(name), found[name]
+            near = said is not None and counted is not None and isclose(said, counted, abs_tol=1e-6)
+            if said != counted and not near:
+                raise ValueError(
+                    f"{folder / HEADER} says {name} is {said!r}, its samples make it {counted!r}; the header was "
+                    f"edited, get the Record again"
+                )
+    return record
 
 
 def _sections(records: Sequence[Record], plans: Sequence[Plan]) -> tuple[Section, ...]:
