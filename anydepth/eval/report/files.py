@@ -93,15 +93,16 @@ class Gathered:
 def gather(folders: Sequence[str | Path]) -> Gathered:
     """Read every eval and bench Record in these folders and below them; header-only ones too.
 
-    Raises ValueError naming the file for one that is missing, malformed or of a newer version, and for folders without
-    an eval or bench Record.
+    Bench Records that `anydepth bench` did not make are left out. Raises ValueError naming the file for one that is
+    missing, malformed or of a newer version, and for folders without an eval or bench Record.
     """
     for folder in folders:
         if not Path(folder).is_dir():
             raise ValueError(f"there is no folder {folder}; give folders of Records or studies")
     plans = tuple(Plan(path.parent, tuple(read_plan(path.parent))) for path in _found(folders, PLAN))
     records = [_read(path.parent) for path in _found(folders, HEADER)]
-    benches = tuple(record for record in records if record.kind == "bench")
+    # Scripts write Records of this kind too, with rows of their own; those of `anydepth bench` name their baseline.
+    benches = tuple(record for record in records if record.kind == "bench" and "baseline" in record.settings_used)
     evals = [record for record in records if record.kind == "eval"]
     if not evals and not benches:
         others = sorted({record.kind for record in records})
