@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from anydepth.engine.text import TextStream
-from anydepth.eval.backends.base import SMALL_HIDDEN, Ask, Backend, Reply
-from anydepth.models.load import open_weights, weights_hash
-from anydepth.models.locate import locate
-from anydepth.models.weights import HEAD, Weights, all_eos
+from anydepth.eval.backends.base import Ask, Reply
+from anydepth.eval.backends.checkpoint import CheckpointBackend
+from anydepth.models.weights import HEAD, Weights
 from anydepth.reference import FILLS, Model, Result, generate, make_policy, score
-from anydepth.types import Output, Sampling, Score, Usage, unknown
+from anydepth.types import Output, Sampling, Score, Usage
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 POLICY_FIELDS = ("exit_policy", "exit_threshold", "min_depth", "max_depth", "depth", "trace")
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(CheckpointBackend):
     """fill: "full" (None) or another that the reference has; segments: the exit layers of a layered model."""
 
     name = "reference"
@@ -41,38 +40,16 @@ class ReferenceBackend(Backend):
         segments: Sequence[int] | None = None,
     ) -> None:
         self.fill, self.dtype, self.gate_dtype = fill or "full", dtype or "float32", gate_dtype
-        for what, value, known in (
-            ("fill", self.fill, FILLS),
-            ("dtype", self.dtype, DTYPES),
-            ("signals", signals, ("sync",)),
-        ):
-            if value not in known:
-                raise ValueError(f"the reference backend: {unknown(what, value, known)}")
-        place = locate(model)
-        weights = open_weights(place.path)
-        words = weights.tokenizer()
-        if words is None:
-            raise ValueError(f"model {model} has no tokenizer, which questions need")
-        self.tokenizer, self.model_name, self.model_hash = words, model, weights_hash(weights.files)
+        self.know("fill", self.fill, FILLS)
+        self.know("dtype", self.dtype, DTYPES)
+        self.know("signals", signals, ("sync",))
+        _, weights = self.open(model)
         self.model = Model(weights.config, tensors(weights, DTYPES[self.dtype]), segments=segments)
         self.max_positions, self.segments = self.model.max_positions, self.model.segments
-        self.small = weights.config["hidden_size"] < SMALL_HIDDEN
-        self.eos_ids = all_eos(weights, words, vocab=weights.config["vocab_size"], path=place.path)
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
         policy = make_policy(self.segments, self.model.has_gate, gate_dtype=self.gate_dtype, **_policy(sampling))
-        stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
-        return {
-            "fill": self.fill,
-            "dtype": self.dtype,
-            "gate_dtype": self.gate_dtype,
-            "device": "cpu",
-            "segments": self.segments,
-            "policy": policy.name,
-            "min_depth": policy.low,
-            "max_depth": policy.high,
-            "stop_token_ids": sorted(stop),
-        }
+        return self.told(sampling, policy=policy.name, low=policy.low, high=policy.high)
 
     @torch.inference_mode()
     def replies(self, asks: Sequence[Ask], sampling: Sampling, *, concurrency: int) -> Iterator[Reply]:
@@ -90,7 +67,7 @@ class ReferenceBackend(Backend):
 
     def _answer(self, ask: Ask, sampling: Sampling) -> Output:
         result = self._generate(ask, sampling, sampling.max_tokens)
-        stop_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
+        stop_ids = self.stop_ids(sampling)
         text = TextStream(self.tokenizer.decode, sampling.stop)
         for count, token in enumerate(result.token_ids, start=1):
             if token in stop_ids:

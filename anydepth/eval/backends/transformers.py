@@ -19,18 +19,17 @@ from torch import Tensor
 from anydepth.engine.philox import uniforms
 from anydepth.engine.sampling import Settings, greedy, pick, processed
 from anydepth.engine.text import TextStream
-from anydepth.eval.backends.base import SMALL_HIDDEN, Ask, Backend, Reply
+from anydepth.eval.backends.base import Ask, Reply
+from anydepth.eval.backends.checkpoint import CheckpointBackend
 from anydepth.exits.load import policy_name
 from anydepth.models.export import export_hf
-from anydepth.models.load import DTYPES, open_weights, weights_hash
-from anydepth.models.locate import locate
-from anydepth.models.weights import all_eos
-from anydepth.types import FinishReason, Output, Sampling, Score, Usage, unknown
+from anydepth.models.load import DTYPES
+from anydepth.types import FinishReason, Output, Sampling, Score, Usage
 
 POLICIES = ("never", "fixed", "gate_cdf")
 
 
-class TransformersBackend(Backend):
+class TransformersBackend(CheckpointBackend):
     """A local folder or hub id as it is; a built-in model or GGUF file through an export of its own.
 
     trust_remote_code: the model's name again, where its folder brings code that may run.
@@ -51,29 +50,18 @@ class TransformersBackend(Backend):
     ) -> None:
         if segments is not None:
             raise ValueError(f"segments is {segments!r}; transformers has no inner exits, leave it out")
-        for what, value, known in (
-            ("fill", fill or "full", ("full",)),
-            ("signals", signals, ("sync",)),
-            ("dtype", dtype or "float32", DTYPES),
-        ):
-            if value not in known:
-                raise ValueError(f"the transformers backend: {unknown(what, value, known)}")
-        self.dtype = dtype or "float32"
+        self.fill, self.dtype = fill or "full", dtype or "float32"
+        self.know("fill", self.fill, ("full",))
+        self.know("signals", signals, ("sync",))
+        self.know("dtype", self.dtype, DTYPES)
         self.gate_dtype = "float32" if self.dtype in ("float32", "float64") else self.dtype
         if gate_dtype not in (None, self.gate_dtype):
             raise ValueError(
                 f"gate_dtype is {gate_dtype!r}; in transformers a {self.dtype} model decides in {self.gate_dtype}"
             )
-        place = locate(model)
-        weights = open_weights(place.path)
-        words = weights.tokenizer()
-        if words is None:
-            raise ValueError(f"model {model} has no tokenizer, which questions need")
-        self.tokenizer, self.model_name, self.model_hash = words, model, weights_hash(weights.files)
-        self.eos_ids = all_eos(weights, words, vocab=weights.config["vocab_size"], path=place.path)
+        place, weights = self.open(model)
         self.segments: int = weights.config.get("total_ut_steps", 1)
         self.max_positions: int = weights.config["max_position_embeddings"]
-        self.small = weights.config["hidden_size"] < SMALL_HIDDEN
         own = place.path.is_file() or not (place.local or "/" in model)  # a file, or a built-in name
         self.model = _load(place.path, model, own=own, trusted=trust_remote_code == model, dtype=DTYPES[self.dtype])
 
@@ -88,18 +76,7 @@ class TransformersBackend(Backend):
             )
         if sampling.depth is not None and sampling.depth > self.segments:
             raise ValueError(f"depth is {sampling.depth}; this model has {self.segments} segments")
-        stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
-        return {
-            "fill": "full",
-            "dtype": self.dtype,
-            "gate_dtype": self.gate_dtype,
-            "device": "cpu",
-            "segments": self.segments,
-            "policy": policy,
-            "min_depth": 1,
-            "max_depth": self.segments,
-            "stop_token_ids": sorted(stop),
-        }
+        return self.told(sampling, policy=policy, low=1, high=self.segments)
 
     @torch.inference_mode()
     def replies(self, asks: Sequence[Ask], sampling: Sampling, *, concurrency: int) -> Iterator[Reply]:
@@ -194,7 +171,7 @@ class Answer:
 
     def __init__(self, backend: TransformersBackend, ask: Ask, sampling: Sampling) -> None:
         self.ask, self.sampling, self.segments = ask, sampling, backend.segments
-        self.stop = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else backend.eos_ids)}
+        self.stop = backend.stop_ids(sampling)
         self.most = min(sampling.max_tokens, backend.max_positions - len(ask.prompt_ids) + 1)
         self.text = TextStream(backend.tokenizer.decode, sampling.stop, eager=False)
         self.token_ids: list[int] = []
