@@ -25,7 +25,7 @@ def evaluate(
     arm: Annotated[list[str] | None, typer.Option(help='Such as "exit_threshold=0.5,min_depth=2"; repeat.')] = None,
     split: Annotated[str | None, typer.Option(help="The task's first if left out.")] = None,
     limit: Annotated[int | None, typer.Option(help="The first n questions by hash ranking.")] = None,
-    ids: Annotated[Path | None, typer.Option(help="A file with the ids of the questions, one a line.")] = None,
+    ids: Annotated[Path | None, typer.Option(help="Record or file of question ids, one a line.")] = None,
     seed: Annotated[int, typer.Option(help="Of answers drawn at a temperature.")] = 0,
     data: Annotated[Path | None, typer.Option(help="Folder of data files; else ANYDEPTH_DATA.")] = None,
     concurrency: Annotated[int, typer.Option(help="Answers at a time.")] = 32,
@@ -36,6 +36,7 @@ def evaluate(
 ) -> None:
     """Run arms over the same questions, one Record an arm; an interrupted run goes on where it stopped."""
     from anydepth.eval.arms import Study
+    from anydepth.eval.data import read_ids
     from anydepth.eval.protocol import read_frozen, study_of, write_frozen
     from anydepth.eval.show import show_arms
     from anydepth.eval.study import Options, freeze_study, run_study
@@ -52,7 +53,9 @@ def evaluate(
     elif study is not None:
         plan = Study.read(study)
     else:
-        head = {"task": task, "model": model, "split": split, "limit": limit, "seed": seed, "ids": _lines(ids)}
+        head: dict[str, Any] = {"task": task, "model": model, "split": split, "limit": limit, "seed": seed}
+        if ids is not None:
+            head["ids"] = read_ids(ids)
         arms = [_arm(text) for text in arm or ["name=never"]]
         plan = Study.parse({"study": {k: v for k, v in head.items() if v is not None}, "arm": arms})
     if outputs is not None and (out is None or plan.task != "alpacaeval"):
@@ -68,9 +71,10 @@ def evaluate(
         from anydepth.eval.task import load_task
 
         outputs.mkdir(parents=True, exist_ok=True)
+        judged = load_task(plan.task, data=data)
         for record in records:
             path = outputs / f"{record.settings_used['name']}.json"
-            print(f"for the judge: {write_outputs(record, load_task(plan.task, data=data), path)}")
+            print(f"for the judge: {write_outputs(record, judged, path)}")
     finish("eval", show_arms(records, folder=out), as_json)
 
 
@@ -192,7 +196,8 @@ def calibrate(
     from dataclasses import asdict
 
     from anydepth.certificate import describe
-    from anydepth.eval.calibrate import THRESHOLDS, Goal, certify, read_ids
+    from anydepth.eval.calibrate import THRESHOLDS, Goal, certify
+    from anydepth.eval.data import read_ids
     from anydepth.eval.study import Options
 
     certificate = certify(
@@ -261,10 +266,6 @@ def _whole_numbers(text: str) -> list[int]:
         raise ValueError(
             f"concurrency is {text!r}; allowed: whole numbers separated by commas, such as 1,8,32"
         ) from error
-
-
-def _lines(path: Path | None) -> list[str] | None:
-    return None if path is None else [line.strip() for line in path.read_text().splitlines() if line.strip()]
 
 
 def _arm(text: str) -> dict[str, Any]:

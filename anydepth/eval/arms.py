@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from anydepth.eval.data import read_text
 from anydepth.types import Sampling, unknown
 
 BACKENDS = ("engine", "transformers", "reference")
@@ -168,11 +169,9 @@ class Study:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"there is no study file {path}; give the path of an arms.toml")
+        text = read_text(path)
         try:
-            text = path.read_text(encoding="utf-8-sig")
             given = tomllib.loads(text)
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is no UTF-8 text ({error}); save it as such") from error
         except tomllib.TOMLDecodeError as error:  # says line and column itself
             raise ValueError(f"{path}: {error}") from error
         try:

@@ -28,10 +28,9 @@ from anydepth.certificate import (
 )
 from anydepth.eval.arms import Arm, Study
 from anydepth.eval.calibrate_checks import check_finished, check_paired, check_questions
-from anydepth.eval.run import in_force, sampling_of
 from anydepth.eval.study import Backends, Options, ask_task, run_study
 from anydepth.provenance import source
-from anydepth.record import HEADER, Record, Sample, write_atomically
+from anydepth.record import Record, Sample, write_atomically
 from anydepth.stats import conformal_risk_control, fixed_sequence, hoeffding_bentkus
 from anydepth.types import unknown
 
@@ -106,11 +105,10 @@ def certify(
     ids = [question.id for question in questions]
     check_questions(ids, split=split, test_ids=tests, fitted_on=fitted_on)
     backends = Backends(study, options)
-    for arm in study.arms:  # before the plan is written, which cannot be changed afterwards
-        in_force(arm, backends.of(arm), sampling_of(arm, asked))
+    backends.check(asked)  # before the plan is written, which cannot be changed afterwards
     grid = _ordered([{name: arm.options[name] for name in GRID_SETTINGS} for arm in points])
     _fix(Path(out), _plan(goal, grid=grid, ids=ids, model=model, task=asked.name))
-    records = run_study(study, out=out, options=options, progress=progress)
+    records = run_study(study, out=out, options=options, backends=backends, progress=progress)
     return calibrate(goal, full=records[0], grid=records[1:], out=out, fitted_on=fitted_on, test_ids=tests)
 
 
@@ -175,16 +173,6 @@ def calibrate(
     )
     certificate.write(folder / FILE)
     return certificate
-
-
-def read_ids(path: str | Path) -> list[str]:
-    """Question ids from the folder of a Record, or from a text file, one a line."""
-    path = Path(path)
-    if (path / HEADER).exists():
-        return sorted({sample["id"] for sample in Record.read(path).samples})
-    if not path.is_file():
-        raise ValueError(f"{path} is neither a Record's folder nor a file; give one of them, a file with an id a line")
-    return [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def _arms(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from anydepth.record import HEADER, Record
+
 FOLDER = "ANYDEPTH_DATA"
 
 
@@ -29,17 +31,31 @@ def data_file(name: str, *, folder: str | Path | None = None) -> Path:
     return path
 
 
+def read_ids(path: str | Path) -> list[str]:
+    """Question ids from the folder of a Record, or from a text file, one a line."""
+    path = Path(path)
+    if (path / HEADER).exists():
+        return sorted({sample["id"] for sample in Record.read(path).samples})
+    if not path.is_file():
+        raise ValueError(f"{path} is neither a Record's folder nor a file; give one of them, a file with an id a line")
+    return [line.strip() for line in read_text(path).splitlines() if line.strip()]
+
+
+def read_text(path: Path) -> str:
+    """A UTF-8 file's text, without a byte order mark. ValueError for other encodings."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text ({error}); save it as such") from error
+
+
 def read_jsonl(path: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
     """The objects of a JSONL file, each with at least these fields, none of them empty.
 
     Raises ValueError naming file and line for a line that is no JSON object or lacks a field.
     """
     rows = []
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no UTF-8 text ({error}); save it as such") from error
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -40,10 +40,10 @@ def run(
     """Ask the questions, grade and write the answers, and return the Record in the folder `out`.
 
     A Record that is there already is completed; a complete one is returned as it is. split: the questions' (None: the
-    task's first). seed: answers drawn at a
-    temperature depend on it, the question and the answer's index alone, so they are paired between arms. threads: of
-    the tensor library, for the provenance. concurrency: answers under way at a time; latency_s of a sample is its time
-    there. progress: called with the number of answers that came to be done, those found done first.
+    task's first). seed: answers drawn at a temperature depend on it, the question and the answer's index alone, so they
+    are paired between arms. threads: of the tensor library, for the provenance. concurrency: answers under way at a
+    time; latency_s of a sample is its time there. progress: called with the number of answers that came to be done,
+    those found done first.
 
     A question too long for the model is unscored, with the reason. Raises ValueError where the arm does not fit the
     model or `out` holds another run, before anything is computed.
@@ -76,9 +76,11 @@ def run(
         left = [ask for ask in asks if ask.key not in writer.done]
         tell = progress or (lambda count: None)
         tell(len(asks) - len(left))
-        fitting = [ask for ask in left if _room(ask, backend.max_positions)]
+        fitting = []
         for ask in left:
-            if not _room(ask, backend.max_positions):
+            if _room(ask, backend.max_positions):
+                fitting.append(ask)
+            else:
                 writer.append(_too_long(known[ask.key[0]], ask, backend.max_positions))
                 tell(1)
         for reply in backend.replies(fitting, sampling, concurrency=concurrency):

@@ -48,21 +48,22 @@ def run_study(
     out: str | Path,
     frozen: Mapping[str, Any] | None = None,
     options: Options | None = None,
+    backends: Backends | None = None,
     progress: bool = True,
 ) -> list[Record]:
     """Run what is missing of every arm; the Records, in the arms' order. `frozen`: refuse if anything differs from it.
+    `backends`: of this study, where they are loaded already.
 
     Raises ValueError, before anything is computed, for a task or model nobody knows and arms that do not fit it.
     """
     folder, options = Path(out), options or Options()
     task, questions = ask_task(study, options)
-    backends = Backends(study, options)
-    for arm in study.arms:
-        settings = in_force(arm, backends.of(arm), sampling_of(arm, task))
+    backends = backends or Backends(study, options)
+    for name, settings in backends.check(task).items():
         if settings.get("certificate"):
-            print(f"{arm.name}: {settings['certificate']['says']}", file=sys.stderr)
+            print(f"{name}: {settings['certificate']['says']}", file=sys.stderr)
     if frozen is not None:
-        check_unchanged(frozen, freeze_study(study, options=options, backend=backends.of(study.arms[0])))
+        check_unchanged(frozen, _frozen(study, task, questions, backends.of(study.arms[0])))
     _plan(folder, study, frozen)
     records = []
     with bar(len(questions), [arm.name for arm in study.arms], shown=progress) as advance:
@@ -92,11 +93,13 @@ def ask_task(study: Study, options: Options) -> tuple[Task, list[Question]]:
     return task, task.select(split=study.split, limit=study.limit, ids=study.ids)
 
 
-def freeze_study(study: Study, *, options: Options | None = None, backend: Backend | None = None) -> dict[str, Any]:
+def freeze_study(study: Study, *, options: Options | None = None) -> dict[str, Any]:
     """The content of protocol.json: everything that decides the study's results, with hashes."""
     options = options or Options()
-    task, questions = ask_task(study, options)
-    backend = backend or Backends(study, options).of(study.arms[0])
+    return _frozen(study, *ask_task(study, options), Backends(study, options).of(study.arms[0]))
+
+
+def _frozen(study: Study, task: Task, questions: Sequence[Question], backend: Backend) -> dict[str, Any]:
     prompts = [prompt_ids(backend, question) for question in questions]
     caps = sampling_of(Arm(name="task"), task)
     return freeze(study, protocol(task, questions, prompts, caps, backend, task_hash=task.hash(questions)))
@@ -120,6 +123,10 @@ class Backends:
                 arm, self._study.model, concurrency=options.concurrency, trust_remote_code=options.trust_remote_code
             )
         return self._loaded[key]
+
+    def check(self, task: Task) -> dict[str, dict[str, Any]]:
+        """The settings in force of every arm, by name; ValueError for an arm that does not fit its backend."""
+        return {arm.name: in_force(arm, self.of(arm), sampling_of(arm, task)) for arm in self._study.arms}
 
 
 @contextmanager

@@ -12,7 +12,8 @@ import pytest
 from anydepth import LLM, Sampling
 from anydepth.certificate import Certificate, question_set_hash
 from anydepth.eval.arms import Arm, Study
-from anydepth.eval.calibrate import Goal, calibrate, certify, read_ids
+from anydepth.eval.calibrate import Goal, calibrate, certify
+from anydepth.eval.data import read_ids
 from anydepth.eval.study import Options, run_study
 from anydepth.models.nano import questions as nano
 from anydepth.record import Record, RecordWriter
