@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from anydepth.record import write_atomically
+from anydepth.record import read_versioned, write_atomically
 from anydepth.types import Sampling
 
 VERSION = 1
@@ -74,16 +74,12 @@ class Certificate:
         path = Path(path)
         if not path.is_file():
             raise ValueError(f"there is no certificate {path}; make one with: anydepth calibrate")
-        try:
-            content = json.loads(path.read_bytes())
-            version = content["version"]
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no certificate ({error!r})") from error
-        if version != VERSION:
-            raise ValueError(
-                f"{path} has version {version!r}; this anydepth reads {VERSION}: use the version of anydepth that "
-                f"wrote it, or calibrate again"
-            )
+        content = read_versioned(
+            path,
+            what="no certificate",
+            version=VERSION,
+            advice=": use the version of anydepth that wrote it, or calibrate again",
+        )
         if wrong := {*(f.name for f in fields(cls)), _CHECKSUM} ^ content.keys():
             raise ValueError(f"{path} lacks or has beyond version {VERSION}: {', '.join(sorted(wrong))}")
         checksum = content.pop(_CHECKSUM)

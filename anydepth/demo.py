@@ -18,6 +18,7 @@ from anydepth.eval.backends.base import Backend
 from anydepth.eval.numbers import digits, percent
 from anydepth.eval.report import demo_page, plot
 from anydepth.eval.run import provenance_of, question_ids_hash, run, token_pieces
+from anydepth.eval.study import tensor_threads
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.models.nano.questions import KINDS, question_text
 from anydepth.record import HEADER, Record, RecordWriter, remove, write_atomically
@@ -65,7 +66,7 @@ def demo(
         raise ValueError(f"model {model} has no exit gate, whose thresholds the demo sweeps; give nano or nano-plain")
     arms = sweep(llm.engine.model.shape.segments, thresholds)
     with (
-        one_thread(),
+        tensor_threads(1, backend),
         bar(len(arms) * len(asked), shown=progress) as (tell, advance),
         open_study(folder, arms, task=task, asked=asked, backend=backend) as writer,
     ):
@@ -123,20 +124,6 @@ def sweep(segments: int, thresholds: Sequence[float]) -> list[Arm]:
 
 def gate_name(threshold: float) -> str:
     return f"gate-{threshold:g}"
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """A single tensor thread: nano's matrices are too small to share, and a second thread that has to wait for a core
-    stalls every one of them (sixty times slower on a busy machine)."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def open_study(

@@ -226,6 +226,19 @@ def write_atomically(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
+def read_versioned(path: Path, *, what: str, version: int, key: str = "version", advice: str = "") -> dict[str, Any]:
+    """The object in a JSON file that says of which version it is. ValueError for a file that has none, which `is what`,
+    and for another version, with `advice`."""
+    try:
+        content = dict(json.loads(path.read_bytes()))
+        found = content[key]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is {what} ({error!r})") from error
+    if found != version:
+        raise ValueError(f"{path} has {key} {found!r}; this anydepth reads {version}{advice}")
+    return content
+
+
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
@@ -250,20 +263,17 @@ def _write_header(record: Record) -> None:
 def _read_header(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path.parent} has no {path.name}; give the folder of a Record")
-    try:
-        header = json.loads(path.read_bytes())
-        version = header["schema_version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not the header of a Record ({error!r})") from error
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema_version {version!r}; this anydepth reads {SCHEMA_VERSION}: "
-            f"use the version of anydepth that wrote it"
-        )
+    header = read_versioned(
+        path,
+        what="not the header of a Record",
+        key="schema_version",
+        version=SCHEMA_VERSION,
+        advice=": use the version of anydepth that wrote it",
+    )
     wanted = set(Record.__dataclass_fields__) - {"path", "samples"}
     if wrong := wanted ^ header.keys():
         raise ValueError(f"{path} lacks or has beyond schema_version {SCHEMA_VERSION}: {', '.join(sorted(wrong))}")
-    return dict(header)
+    return header
 
 
 def _read_samples(folder: Path) -> bytes:

@@ -13,7 +13,7 @@ from anydepth.eval.arms import Study
 from anydepth.eval.backends.base import Backend
 from anydepth.eval.task import Question, Task
 from anydepth.provenance import package_versions
-from anydepth.record import write_atomically
+from anydepth.record import read_versioned, write_atomically
 from anydepth.types import Sampling
 
 VERSION = 1
@@ -104,13 +104,7 @@ def read_frozen(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"there is no frozen protocol {path}; write one with: anydepth eval --study FILE --freeze {path}"
         )
-    try:
-        frozen: dict[str, Any] = json.loads(path.read_bytes())
-        version = frozen["version"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no frozen protocol ({error!r})") from error
-    if version != VERSION:
-        raise ValueError(f"{path} has version {version!r}; this anydepth reads {VERSION}")
+    frozen = read_versioned(path, what="no frozen protocol", version=VERSION)
     if frozen.get("study_hash") != _hash({key: value for key, value in frozen.items() if key != "study_hash"}):
         raise ValueError(f"{path} was edited after it was frozen (its study_hash does not fit); freeze the study anew")
     return frozen

@@ -131,7 +131,9 @@ class Backends:
 
 @contextmanager
 def tensor_threads(threads: int | None, backend: Backend) -> Iterator[int]:
-    """So many threads of the tensor library (the number is given out), as before afterwards."""
+    """So many threads of the tensor library (the number is given out), as before afterwards. A small model has one if
+    nothing is said: a second one that has to wait for a core stalls every product (sixty times slower on a busy
+    machine)."""
     import torch
 
     before = torch.get_num_threads()
