@@ -247,6 +247,7 @@ class Request:
     max_tokens: int
     text: TextStream | None = None
     forced: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0  # higher ones go first, and lower ones give way to them
     prompt_index: int = 0
     answer_index: int = 0
     submitted: bool = False  # a Request is used once: its text has been spoken then

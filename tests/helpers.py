@@ -50,34 +50,36 @@ def twins(
     return model, Reference(config, weights, segments=segments)
 
 
-def storage(engine: Engine, pages: Sequence[int], plane: int) -> torch.Tensor:
-    """Indices into the pool of all positions of these pages in a plane (counted from 0)."""
-    pool = engine.runner.pool
-    start = torch.tensor(pages).unsqueeze(1) * pool.page_size + plane * pool.positions
-    return (start + torch.arange(pool.page_size)).view(-1)
-
-
 def poison(engine: Engine) -> Engine:
-    """Fill every page with NaN whenever it is handed out, so that nothing may be read that was not written."""
-    run = engine.runner.run
+    """Fill every page with NaN when a slot gets it after it was handed out, so that nothing may be read that was not
+    written. A page that is shared keeps what it holds."""
+    pages, slots, fresh = engine.pages, engine.slots, set()
+    take, give = pages.take, slots.map.give
 
-    def poisoned(plan):
-        for sequence in plan.admitted:
-            for plane in range(engine.runner.pool.planes):
-                engine.runner.pool.data[:, :, storage(engine, sequence.pages, plane)] = float("nan")
-        return run(plan)
+    def taken(count):
+        got = take(count)
+        fresh.update(got)
+        return got
 
-    engine.runner.run = poisoned
+    def given(slot, at, pages):
+        new = [page for page in pages if page in fresh]
+        if new:
+            slots.pool.data[:, :, slots.map.storage(new)] = float("nan")
+            fresh.difference_update(new)
+        give(slot, at, pages)
+
+    pages.take, slots.map.give = taken, given
     return engine
 
 
 def planes_of(engine: Engine, pages: Sequence[int], positions: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Copies of the first positions' K and V, [layers, positions, K, C] each, one pair a plane."""
-    shape, pool = engine.model.shape, engine.runner.pool
+    shape, pool = engine.model.shape, engine.slots.pool
+    storage = engine.slots.map.storage(pages).view(pool.planes, -1)[:, :positions]
     planes = []
     for k in range(1, (pool.planes if shape.shared_weights else shape.segments) + 1):
-        where = storage(engine, pages, k - 1 if shape.shared_weights else 0)[:positions]
-        data = pool.data[list(shape.segment_layers[k - 1])].index_select(2, where)
+        data = pool.data[list(shape.segment_layers[k - 1])]
+        data = data.index_select(2, storage[k - 1 if shape.shared_weights else 0])
         data = data.view(*data.shape[:3], shape.kv_heads, shape.head_dim)
         planes.append((data[:, 0], data[:, 1]))
     return planes
@@ -89,36 +91,44 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.logits: dict[str, list[torch.Tensor]] = defaultdict(list)
-        self.planes: dict[str, list[Any]] = defaultdict(list)
-        self._choose, self._update = engine.runner.sampler.choose, engine.scheduler.update
-        engine.runner.sampler.choose, engine.scheduler.update = self._chosen, self._updated
+        self.logits: dict[Request, list[torch.Tensor]] = defaultdict(list)
+        self.planes: dict[Request, list[Any]] = defaultdict(list)
+        self.shared: dict[Request, int] = {}  # prompt positions that another request had prefilled
+        self._choose, self._update = engine.slots.sampler.choose, engine.scheduler.update
+        engine.slots.sampler.choose, engine.scheduler.update = self._chosen, self._updated
 
-    def _chosen(self, sequences, logits):
-        for sequence, row in zip(sequences, logits, strict=True):
-            self.logits[sequence.request.id].append(row.clone())
-        return self._choose(sequences, logits)
+    def _chosen(self, draws, logits):
+        for draw, row in zip(draws, logits, strict=True):
+            self.logits[draw.sequence.request].append(row.clone())
+        return self._choose(draws, logits)
 
     def _updated(self, plan, result):
-        sequences = {row.sequence.request.id: row.sequence for row in plan.rows}
+        known = dict(self.engine.scheduler.sequences)
+        pages = {id: list(sequence.pages) for id, sequence in known.items()}
         chunks = self._update(plan, result)
+        self.shared.update((sequence.request, sequence.shared) for sequence in known.values())
         for chunk in chunks:
-            if chunk.output or chunk.score:
-                sequence = sequences[chunk.request_id]
+            if (chunk.output or chunk.score) and pages[chunk.request_id]:
+                sequence = known[chunk.request_id]
                 request = sequence.request
                 outputs = request.forced[sequence.scored - 1] if request.forced else sequence.token_ids
                 positions = len(request.prompt_ids) + len(outputs) - 1
-                self.planes[request.id].append(planes_of(self.engine, sequence.pages, positions))
+                self.planes[request].append(planes_of(self.engine, pages[request.id], positions))
         return chunks
 
-    def answer(self, output: Output) -> SimpleNamespace:
+    def answer(self, request: Request, output: Output) -> SimpleNamespace:
         """An output with what was seen of it, for `compare`. An aborted one has no ending to compare."""
         names = ["token_ids", "depths", "logprobs", "logprobs_mode", "prompt_ids"]
         if output.finish_reason != "abort":
             names += ["finish_reason", "usage"]
         seen = {name: getattr(output, name) for name in names}
-        planes = self.planes[output.request_id]
-        return SimpleNamespace(**seen, logits=self.logits[output.request_id], planes=planes[0] if planes else None)
+        if "usage" in seen:  # a lone run prefills its whole prompt itself
+            prefilled = seen["usage"].segments_prefill + self.shared[request] * self.engine.scheduler.segments
+            seen["usage"] = replace(seen["usage"], segments_prefill=prefilled)
+        planes = self.planes[request]
+        # The turn of `resident` is one function, into which nobody looks: its logprobs stand for its logits.
+        logits = None if self.engine.mode.name == "resident" else self.logits[request]
+        return SimpleNamespace(**seen, logits=logits, planes=planes[0] if planes else None)
 
 
 def drain(engine: Engine, requests: Iterable[Request] = ()) -> dict[str, Output]:
@@ -135,8 +145,14 @@ def drain(engine: Engine, requests: Iterable[Request] = ()) -> dict[str, Output]
 
 
 def assert_empty(engine: Engine) -> None:
-    assert engine.pages.in_use == 0, "pages held at the end"
-    assert not engine.scheduler.running and not engine.runner.chunks, "a request or a chunk held at the end"
+    """Nothing is held: no page, slot, chunk, snapshot in host memory, nor a buffer on its way."""
+    scheduler, runner = engine.scheduler, engine.runner
+    assert engine.pages.in_use == 0 and not any(engine.pages.holders), "pages held at the end"
+    assert not scheduler.running and not scheduler.sequences and not scheduler.waiting, "a request held at the end"
+    assert not engine.slots.chunks, "a chunk held at the end"
+    assert len(scheduler._slots) == len(engine.slots), "a slot held at the end"
+    if engine.mode.name != "sync":
+        assert len(runner.completions) == 0 and runner.buffers.in_flight == 0, "a buffer held at the end"
 
 
 def expected(
@@ -146,13 +162,14 @@ def expected(
     fill: str,
     eos_ids: Iterable[int] = (),
     gate_dtype: str = "float32",
-    outputs: int | None = None,
 ) -> Result:
-    """What the reference answers when the request runs alone; with `outputs`, only that many tokens of it."""
+    """What the reference answers when the request runs alone."""
     prompt, settings = ask
-    result = _expected(reference, tuple(prompt), fill, tuple(eos_ids), gate_dtype, tuple(sorted(settings.items())))
-    if outputs is None or outputs >= len(result.token_ids):
-        return result
+    return _expected(reference, tuple(prompt), fill, tuple(eos_ids), gate_dtype, tuple(sorted(settings.items())))
+
+
+def shortened(result: Result, outputs: int) -> Result:
+    """The first outputs of an answer."""
     names = ("token_ids", "depths", "logprobs", "logits", "decisions", "draws")
     return replace(result, **{name: getattr(result, name)[:outputs] for name in names})
 
@@ -185,7 +202,7 @@ def verdicts(
     return [
         compare(
             expected(reference, ask, fill=fill, eos_ids=eos_ids, gate_dtype=gate_dtype),
-            watch.answer(outputs[request.id]),
+            watch.answer(request, outputs[request.id]),
         )
         for request, ask in zip(requests, asks, strict=True)
     ]
@@ -212,10 +229,10 @@ def score_verdicts(
     scores = drain_scores(engine, requests)
     found = []
     for request, (context, targets, settings) in zip(requests, asks, strict=True):
-        logits = iter(watch.logits[request.id])
+        logits = iter(watch.logits[request])
         for n, (target, got) in enumerate(zip(targets, scores[request.id], strict=True)):
             fields = {name: getattr(got, name) for name in ("logprobs", "depths", "greedy", "usage")}
-            seen = {"logits": [next(logits) for _ in target], "planes": watch.planes[request.id][n]}
+            seen = {"logits": [next(logits) for _ in target], "planes": watch.planes[request][n]}
             reference_score = score(reference, context, target, fill=fill, **settings)
             found.append(compare(reference_score, SimpleNamespace(**fields, **seen)))
     return found

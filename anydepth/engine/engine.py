@@ -14,8 +14,7 @@ from anydepth.certificate import Certificate
 from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
-from anydepth.engine.runner import Runner
-from anydepth.engine.scheduler import Scheduler
+from anydepth.engine.signals import load_mode
 from anydepth.engine.text import TextStream
 from anydepth.exits.base import bounds_of
 from anydepth.exits.load import load_policy, policy_name
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from anydepth.models.tokenizer import Tokenizer  # its library is not needed to run on token ids
 
 DEFAULT_CONTEXT = 2048  # positions a slot that the default pool provides for
+DEFAULT_HOST_BYTES = 4 << 30  # for preempted requests; taken only when it is needed
 DEFAULT_POOL_BYTES = 4 << 30  # on a CPU, where untouched pages cost nothing
 
 
@@ -46,10 +46,14 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_ids: frozenset[int] = frozenset(),
         fill: str | None = None,
+        signals: str = "sync",
+        lateness: int | None = None,
         max_batch: int = 32,
         page_size: int = 16,
         kv_pages: int | None = None,
         max_batched_tokens: int = 512,
+        prefix_sharing: bool = True,
+        host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
     ) -> None:
@@ -69,19 +73,23 @@ class Engine:
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
-        self.pages = Pages(kv_pages, page_size)
+        self.mode, self.lateness = load_mode(signals, lateness, self.fill, shape)
+        self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
         self.context = min(shape.max_positions, kv_pages * page_size)
-        self.scheduler = Scheduler(
+        self.slots = self.mode.slots(
+            model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
+        )
+        self.scheduler = self.mode.scheduler(
+            self.fill,
             segments=shape.segments,
             slots=max_batch,
             pages=self.pages,
             layered=not shape.shared_weights,
             max_batched_tokens=max_batched_tokens,
             prefill_rows=self.fill.prefill_rows,
+            host_pages=self._host_pages(host_kv_bytes),
         )
-        self.runner = Runner(
-            model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
-        )
+        self.runner = self.mode.runner(model, self.fill, self.slots, self.lateness)
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._stepping, self._to_abort = False, list[str]()
@@ -102,6 +110,7 @@ class Engine:
         forced: Sequence[Sequence[int]] = (),
         streaming: bool = True,
         seed: int | None = None,
+        priority: int = 0,
         prompt_index: int = 0,
         answer_index: int = 0,
     ) -> Request:
@@ -132,6 +141,8 @@ class Engine:
                     f"the continuation has {len(ids)} tokens after a context of {len(prompt_ids)}; the "
                     f"model's length of {self.model.shape.max_positions} leaves room for {room}"
                 )
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"priority is {priority!r}; allowed: whole numbers, higher ones go first")
         if seed is None:
             seed = fresh_seed() if sampling.seed is None else sampling.seed
         stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
@@ -146,6 +157,7 @@ class Engine:
             max_tokens=min(sampling.max_tokens, room),
             forced=tuple(tuple(ids) for ids in forced),
             text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
+            priority=priority,
             prompt_index=prompt_index,
             answer_index=answer_index,
         )
@@ -156,13 +168,19 @@ class Engine:
         return request
 
     def submit(
-        self, prompt: str | Sequence[int] | Request, sampling: Sampling | None = None, *, id: str | None = None
+        self,
+        prompt: str | Sequence[int] | Request,
+        sampling: Sampling | None = None,
+        *,
+        id: str | None = None,
+        priority: int = 0,
     ) -> Request:
-        """Queue one answer. ValueError for bad input or an id in use; what is under way is not touched."""
-        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id)
+        """Queue one answer; those of higher `priority` go first. ValueError for bad input or an id in use; what is
+        under way is not touched."""
+        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id, priority=priority)
         if request.sampling.n != 1:
             raise ValueError(f"n is {request.sampling.n}; submit makes one answer, LLM.generate makes n")
-        if request.id in self.scheduler.running or request.id in self.scheduler.waiting:
+        if request.id in self.scheduler.sequences:
             raise ValueError(f"request id {request.id!r} is in use; give another or abort the first")
         if request.submitted:
             raise ValueError(f"request {request.id!r} was submitted before; prepare a new one for another answer")
@@ -176,6 +194,7 @@ class Engine:
         aborted, self._aborted = self._aborted, []
         self._account(None, aborted)
         if self.scheduler.idle:
+            self.runner.drain()
             return aborted
         self._stepping = True
         try:
@@ -184,7 +203,7 @@ class Engine:
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
-            for request_id in list(self.scheduler.running):
+            for request_id in self.scheduler.unfinished():
                 self._drop(request_id, "error")
             raise
         finally:
@@ -192,6 +211,8 @@ class Engine:
             while self._to_abort:
                 self._drop(self._to_abort.pop(), "abort")
         self._account(result.work, chunks)
+        if self.scheduler.idle:
+            self.runner.drain()
         return aborted + chunks
 
     def abort(self, request_id: str) -> bool:
@@ -199,14 +220,15 @@ class Engine:
         last Chunk."""
         if self._stepping:  # a stream that the garbage collector closes can ask in the middle of a turn
             self._to_abort.append(request_id)
-            return request_id in self.scheduler.running or request_id in self.scheduler.waiting
+            return request_id in self.scheduler.sequences
         return self._drop(request_id, "abort")
 
     def _drop(self, request_id: str, reason: FinishReason) -> bool:
         sequence = self.scheduler.running.get(request_id)
+        slot = -1 if sequence is None else sequence.slot
         chunk = self.scheduler.abort(request_id, reason)
-        if sequence is not None:
-            self.runner.vacate(sequence.slot)
+        if slot >= 0:
+            self.slots.vacate(slot)
         if chunk is not None:
             self._aborted.append(chunk)
         return chunk is not None
@@ -216,7 +238,7 @@ class Engine:
         shape = self.model.shape
         tallies = {
             name: int(state[:, column].sum())
-            for policy, state in self.runner.states.items()
+            for policy, state in self.slots.states.items()
             for name, column in policy.tallies.items()
         }
         return {
@@ -226,13 +248,33 @@ class Engine:
             "finished": dict(self._ends),
             "usage": asdict(self._usage),
             "fill": self.fill.name,
+            "signals": self.mode.name,
+            "lateness": self.lateness,
             "segments": shape.segments,
             "pages": self.pages.count,
             "pages_in_use": self.pages.in_use,
             "pages_peak": self._peak_pages,
-            "kv_bytes": self.runner.pool.data.nbytes,
+            "preempted": self.scheduler.preempted,
+            "prefix_tokens": self.pages.shared_tokens,
+            "prefix_pages": self.pages.known,
+            "prefix_pages_copied": self.pages.copied,
+            "prefix_pages_evicted": self.pages.evicted,
+            "kv_bytes": self.slots.pool.data.nbytes,
             **tallies,
         }
+
+    def _host_pages(self, budget_bytes: int | None) -> int:
+        """Pages that the host memory for preempted requests holds; ValueError for less than one request may need."""
+        page_bytes = self.slots.pool.data.nbytes // self.slots.pool.pages
+        longest = self.pages.needed(self.context)
+        if budget_bytes is None:
+            return max(longest, DEFAULT_HOST_BYTES // page_bytes)
+        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < longest * page_bytes:
+            raise ValueError(
+                f"host_kv_bytes is {budget_bytes!r}; one request of {self.context} positions may need "
+                f"{longest * page_bytes} bytes when it is preempted: give at least that, or a smaller kv_pages"
+            )
+        return budget_bytes // page_bytes
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         """Token ids of a prompt, checked. A string is encoded with the checkpoint's tokenizer."""

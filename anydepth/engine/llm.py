@@ -40,6 +40,7 @@ class LLM:
         *,
         fill: str | None = None,
         signals: str = "sync",
+        lateness: int | None = None,
         segments: int | Sequence[int] | None = None,
         dtype: str | None = None,
         device: str = "cpu",
@@ -47,13 +48,13 @@ class LLM:
         page_size: int = 16,
         kv_pages: int | None = None,
         max_batched_tokens: int = 512,
+        prefix_sharing: bool = True,
+        host_kv_bytes: int | None = None,
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         gate_dtype: str = "float32",
         certificate: str | Path | Certificate | None = None,
     ) -> None:
-        if signals != "sync":
-            raise ValueError(f"signals is {signals!r}; allowed: 'sync'")
         if certificate is not None and not isinstance(certificate, Certificate):
             certificate = Certificate.read(certificate)
         self.certificate = certificate
@@ -66,10 +67,14 @@ class LLM:
             tokenizer=self.tokenizer,
             eos_ids=self.checkpoint.eos_ids,
             fill=fill,
+            signals=signals,
+            lateness=lateness,
             max_batch=max_batch,
             page_size=page_size,
             kv_pages=kv_pages,
             max_batched_tokens=max_batched_tokens,
+            prefix_sharing=prefix_sharing,
+            host_kv_bytes=host_kv_bytes,
             gate_dtype=gate_dtype,
             certificate=certificate,
         )

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from anydepth.types import Request, Usage
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request in a slot, and how far it has come. The scheduler writes it, the runner reads it.
+    """A request and how far it has come. The scheduler writes it, the runner reads it. Results that come late name the
+    Sequence they belong to: each submitted request has one of its own, whatever its id.
+
+    Without a slot (-1) it waits: `stored` pages of its K/V are then in host memory, with everything else the runner
+    knew of it (`saved`; None for one that never ran). `pages` are in the order of positions, and of their positions the
+    first `shared` were prefilled by another request.
 
     `depth` is the segment it runs next; `chunk` the prompt positions in flight (0: none). `prefill_end` is where
-    prefill stops: the whole prompt, or all but its last token when that one is a decode row. `planned` is the readout
-    depth of the next output, None when the policy decides on the way.
+    prefill stops: the whole prompt, or all but its last token when that one is a decode row. `issued` counts outputs
+    that have left the model. `planned` is the readout depth of the next one, None when the policy decides on the way.
+    `in_flight` counts positions in turns whose outcome the host has not seen, `ahead` the tokens they may give.
     """
 
     request: Request
-    slot: int
-    pages: tuple[int, ...]
     prefill_end: int
+    order: int = 0  # of arrival
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    shared: int = 0
+    stored: int = 0
+    saved: Any = None
+    overtaken: int = 0  # admissions of later requests while it waited for pages
     prefilled: int = 0
     chunk: int = 0
     depth: int = 1
     planned: int | None = None
+    answered: int = 0  # late signals: depth up to which the policy's answers are known
+    leaves_at: int | None = None  # late signals: depth at which the policy said to leave
     ready_since: int = 0
+    in_flight: int = 0
+    ahead: int = 0  # resident signals only
+    issued: int = 0
     scored: int = 0  # continuations finished
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
@@ -34,13 +51,18 @@ class Sequence:
     usage: Usage = field(default_factory=Usage)
 
     @property
+    def rank(self) -> tuple[int, int]:
+        """Who goes first: the higher priority, then the earlier arrival."""
+        return -self.request.priority, self.order
+
+    @property
     def prefilling(self) -> bool:
         return self.prefilled < self.prefill_end
 
     @property
     def position(self) -> int:
         """Position of the token a decode row carries: the prompt's last one at first, then each output's."""
-        return self.prefill_end + len(self.token_ids) - (self.prefill_end == len(self.request.prompt_ids))
+        return self.prefill_end + self.issued - (self.prefill_end == len(self.request.prompt_ids))
 
     @property
     def logprobs_mode(self) -> Literal["raw", "processed"] | None:
@@ -75,14 +97,62 @@ class Row(NamedTuple):
     last: bool
 
 
+class Seat(NamedTuple):
+    """A sequence takes a slot and pages, with what was saved of it, if anything was."""
+
+    sequence: Sequence
+    slot: int
+    pages: tuple[int, ...]
+
+
+class Save(NamedTuple):
+    """A sequence gives up slot and pages; what they hold of it goes to host memory."""
+
+    sequence: Sequence
+    slot: int
+    pages: tuple[int, ...]
+
+
+class Grow(NamedTuple):
+    """A slot gets `pages` as its pages from the `at`-th on."""
+
+    slot: int
+    at: int
+    pages: tuple[int, ...]
+
+
+class Copy(NamedTuple):
+    """Page `target` gets what stands in page `source`, which others go on reading."""
+
+    source: int
+    target: int
+
+
+Move = Seat | Save | Grow | Copy
+
+
+class Leave(NamedTuple):
+    """A row that leaves as a turn begins, for its `output`-th token, at `position`. `depth` is where it is read (None:
+    only the runner knows); `kept` says that it is read from the state kept for it, not from its latest one."""
+
+    sequence: Sequence
+    slot: int
+    output: int
+    position: int
+    depth: int | None
+    kept: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one turn runs: decode rows first, then prefill rows, and the sequences that take a slot with it."""
+    """What one turn runs: moves of slots and pages in order, rows that leave before it (late signals only), then
+    decode rows, then prefill rows."""
 
     segment: int  # of a layered model; with shared weights every row has its own depth
     rows: tuple[Row, ...]
     decode_rows: int
-    admitted: tuple[Sequence, ...]
+    moves: tuple[Move, ...] = ()
+    leaving: tuple[Leave, ...] = ()
 
 
 class TurnWork(NamedTuple):
@@ -103,9 +173,9 @@ class TurnWork(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A row that left: its token, readout depth, the token's logprob if wanted, whether it was the argmax."""
+    """What came of a row that left: its token, readout depth, the token's logprob if wanted, whether it was the
+    argmax."""
 
-    row: int
     token_id: int
     depth: int
     logprob: float | None
@@ -114,7 +184,28 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the runner reports of a plan: the rows that left (all others go one segment deeper), and the work done."""
+    """What the synchronous runner reports of a plan: rows that left, by their index (all others go one segment
+    deeper), and the work done."""
 
-    reads: tuple[Read, ...]
+    reads: Mapping[int, Read]
+    work: TurnWork
+
+
+class Outcome(NamedTuple):
+    """What the host learns late of one sequence's part of a turn: the token with which it left as the turn began, the
+    row of the plan, whether its policy says that it leaves at that row's depth (None: nobody asked), and whether the
+    row ran at all: one that decides on the device may have ended before."""
+
+    sequence: Sequence
+    read: Read | None
+    row: Row | None
+    leaves: bool | None
+    ran: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LateResult:
+    """What a late runner reports: the work of this plan, and outcomes of this or earlier ones that have arrived."""
+
+    outcomes: Iterable[Outcome]
     work: TurnWork

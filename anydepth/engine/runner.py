@@ -1,4 +1,4 @@
-"""Every tensor of a run, by slot: hidden rows, policy states, sampling settings, K/V. The synchronous runner.
+"""The synchronous runner: one plan in, what came of it out.
 
 One turn embeds nothing by itself: a row's next token is embedded when the row leaves, so that at every turn's start the
 pool `h` holds what each decode row carries into its next segment. Shape suffixes: S slots, B decode rows, N all rows of
@@ -14,12 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anydepth.engine.plan import Plan, Read, Result, Row, Sequence, TurnWork
-from anydepth.engine.sampling import Sampler
+from anydepth.engine.plan import Plan, Read, Result, Row, TurnWork
+from anydepth.engine.sampling import Draw
+from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
-from anydepth.ops.kv import KVMap, KVPool, TurnKV
+from anydepth.ops.kv import TurnKV
 
 
 class Leaving(NamedTuple):
@@ -31,25 +32,15 @@ class Leaving(NamedTuple):
 
 
 class Runner:
-    """Runs plans on one device. `context` is the most positions a slot may hold."""
+    """Runs plans over `slots`, each turn to its end."""
 
-    def __init__(self, model: Model, fill: Fill, *, slots: int, pages: int, page_size: int, context: int) -> None:
-        self.model, self.fill, self.segments = model, fill, model.shape.segments
-        shape = model.shape
-        self.pool = KVPool(shape, fill.planes(shape), pages, page_size, dtype=model.dtype, device=model.device)
-        self.map = KVMap(self.pool, slots, context)
-        self.h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, device=model.device)
-        self.read_h_Sd = torch.zeros_like(self.h_Sd)
-        self.read_depth_S = torch.zeros(slots, dtype=torch.int64, device=model.device)
-        self.states: dict[Policy, Tensor] = {}
-        self.chunks: dict[int, Tensor] = {}
-        self.sampler = Sampler(slots, context, shape.vocab, model.device)
+    def __init__(self, model: Model, fill: Fill, slots: Slots) -> None:
+        self.model, self.fill, self.segments, self.slots = model, fill, model.shape.segments, slots
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
         """One turn: every row of the plan through its segment; rows that leave are read out and sampled."""
-        for sequence in plan.admitted:
-            self._seat(sequence)
+        self.slots.move(plan.moves)
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
         slots_B = self._index(row.slot for row in decode)
         depth_B = self._index(row.depth for row in decode)
@@ -64,10 +55,13 @@ class Runner:
         else:
             leaving = self._leave_early(decode, decided, h_Bd)
         if len(leaving.rows) < len(decode):  # rows that leave carry on with an embedding instead
-            self.h_Sd.index_copy_(0, slots_B, h_Bd)
+            self.slots.h_Sd.index_copy_(0, slots_B, h_Bd)
         copies = self._fill(leaving, kv.write_N)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
-        return Result(reads, _work(plan, decode, prefill, len(asked), len(reads), copies))
+        return Result(reads, turn_work(plan, len(asked), len(reads), copies))
+
+    def drain(self) -> None:
+        """Nothing is ever on its way."""
 
     def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor) -> TurnKV:
         """What the rows write and see. A decode row that is alone is a chunk of one: nothing is padded for it."""
@@ -76,40 +70,20 @@ class Runner:
         chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
         context = max((row.start for row in decode), default=0) + 1
         starts_B = self._index(row.start for row in decode)
-        return self.map.turn(slots_B[:together], starts_B, depth_B[:together], context, chunks)
+        return self.slots.map.turn(slots_B[:together], starts_B, depth_B[:together], context, chunks)
 
     def _index(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.model.device)
-
-    def _seat(self, sequence: Sequence) -> None:
-        """Write what a request brings into its slot. Nothing of the slot's former tenant is read again."""
-        request, slot = sequence.request, sequence.slot
-        self.map.seat(slot, sequence.pages)
-        self.h_Sd[slot] = self.model.embed(self._index([request.prompt_ids[-1]]))[0]
-        policy = request.policy
-        assert isinstance(policy, Policy)
-        if policy.needs != "nothing":
-            numbers = policy.parameters(request.sampling, request.bounds, self.segments)
-            state = policy.start(torch.tensor([numbers], dtype=torch.float64, device=self.model.device))
-            pool = self.states.setdefault(policy, state.new_zeros(len(self.h_Sd), state.shape[1]))
-            for column in policy.tallies.values():
-                state[0, column] = pool[slot, column]
-            pool[slot] = state[0]
-        self.sampler.seat(slot, request)
-
-    def vacate(self, slot: int) -> None:
-        """Let go of the chunk that an aborted request had on its way; what is left of it is written over."""
-        self.chunks.pop(slot, None)
+        return self.slots.index(values)
 
     def _carried(self, slots_B: Tensor, prefill: tuple[Row, ...]) -> Tensor:
         """h [N, d] that the turn's rows carry into their segment: decode rows, then prefill rows."""
-        parts = [self.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
+        parts = [self.slots.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
         for row in prefill:
             if row.depth == 1:
                 ids = row.sequence.request.prompt_ids[row.start : row.start + row.length]
                 parts.append(self.model.embed(self._index(ids)))
             else:
-                parts.append(self.chunks.pop(row.slot))
+                parts.append(self.slots.chunks.pop(row.slot))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decide(
@@ -132,7 +106,7 @@ class Runner:
                 if policy.needs == "logits"
                 else h
             )
-            states = self.states[policy]
+            states = self.slots.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
             states.index_copy_(0, slots, state)
             decided.append((rows, leave))
@@ -157,29 +131,43 @@ class Runner:
         h_Bd: Tensor,
     ) -> Leaving:
         """Rows run on to R; the state of the readout depth is kept on the device until then."""
-        watched = [i for i, row in enumerate(decode) if row.read != self.segments]
-        if watched:
-            take_B = torch.tensor([row.depth == _latest(row) for row in decode], device=self.model.device)
-            for rows, leave in decided:
-                take_B[self._index(rows)] = leave
-            self._snapshot(self._index(watched), take_B, slots_B, depth_B, h_Bd)
+        self._keep_reads(decode, decided, slots_B, depth_B, h_Bd)
         out = [i for i, row in enumerate(decode) if row.depth == self.segments]
         h_Ld, depths = h_Bd.index_select(0, self._index(out)), [self.segments] * len(out)
         early = [j for j, i in enumerate(out) if decode[i].read != self.segments]
         if early:
             slots = self._index(decode[out[j]].slot for j in early)
-            h_Ld[self._index(early)] = self.read_h_Sd[slots]
-            for j, depth in zip(early, self.read_depth_S[slots].tolist(), strict=True):
+            h_Ld[self._index(early)] = self.slots.kept_h_Sd[slots]
+            for j, depth in zip(early, self.slots.kept_depth_S[slots].tolist(), strict=True):
                 depths[j] = depth
         return Leaving(out, depths, h_Ld)
 
-    def _snapshot(self, watched: Tensor, take_B: Tensor, slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor) -> None:
-        """Keep h and depth of watched rows whose policy leaves now for the first time in this token (read_depth 0)."""
-        slots, depth, h = slots_B[watched], depth_B[watched], h_Bd[watched]
-        before = torch.where(depth == 1, 0, self.read_depth_S[slots])
-        now = take_B[watched] & (before == 0)
-        self.read_h_Sd[slots] = torch.where(now.unsqueeze(1), h, self.read_h_Sd[slots])
-        self.read_depth_S[slots] = torch.where(now, depth, before)
+    def _keep_reads(
+        self,
+        decode: tuple[Row, ...],
+        decided: list[tuple[list[int], Tensor]],
+        slots_B: Tensor,
+        depth_B: Tensor,
+        h_Bd: Tensor,
+    ) -> None:
+        """Keep h and depth of rows that are read at this depth and run on."""
+        watched = [i for i, row in enumerate(decode) if row.read != self.segments]
+        if not watched:
+            return
+        leaves_B = torch.zeros(len(decode), dtype=torch.bool, device=self.model.device)
+        for rows, leave in decided:
+            leaves_B[self._index(rows)] = leave
+        last_B = torch.tensor([row.depth == _latest(row) for row in decode], device=self.model.device)
+        at = self._index(watched)
+        self._snapshot(slots_B[at], depth_B[at], h_Bd[at], leaves_B[at], last_B[at])
+
+    def _snapshot(self, slots: Tensor, depth: Tensor, h: Tensor, leaves: Tensor, last: Tensor) -> None:
+        """A row is read where its policy leaves for the first time in this token, or at its last depth."""
+        pool, depths = self.slots.kept_h_Sd, self.slots.kept_depth_S
+        before = torch.where(depth == 1, 0, depths[slots])
+        now = (leaves | last) & (before == 0)
+        pool[slots] = torch.where(now.unsqueeze(1), h, pool[slots])
+        depths[slots] = torch.where(now, depth, before)
 
     def _fill(self, leaving: Leaving, write_N: Tensor) -> tuple[int, ...]:
         """Fill the deeper planes of rows that left early; the depths they left at."""
@@ -189,7 +177,7 @@ class Runner:
         if not early:
             return ()
         rows, depths = [leaving.rows[j] for j in early], [leaving.depths[j] for j in early]
-        self.fill.leave(self.pool, write_N.index_select(0, self._index(rows)), self._index(depths))
+        self.fill.leave(self.slots.pool, write_N.index_select(0, self._index(rows)), self._index(depths))
         return tuple(depths)
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
@@ -198,7 +186,7 @@ class Runner:
         for index, row in enumerate(plan.rows[plan.decode_rows :], plan.decode_rows):
             end = start + row.length
             if row.depth < self.segments:
-                self.chunks[row.slot] = h_Nd[start:end]
+                self.slots.chunks[row.slot] = h_Nd[start:end]
             elif row.last:
                 rows.append(index)
                 states.append(h_Nd[end - 1 : end])
@@ -206,20 +194,22 @@ class Runner:
         depths = leaving.depths + [self.segments] * (len(rows) - len(leaving.rows))
         return Leaving(rows, depths, states[0] if len(states) == 1 else torch.cat(states))
 
-    def _read(self, rows: tuple[Row, ...], leaving: Leaving) -> tuple[Read, ...]:
+    def _read(self, rows: tuple[Row, ...], leaving: Leaving) -> dict[int, Read]:
         """Readout and sampling of the rows that leave, and the embedding of what they carry on with."""
         if not leaving.rows:
-            return ()
+            return {}
         sequences = [rows[i].sequence for i in leaving.rows]
-        choice = self.sampler.choose(sequences, self._logits(leaving))
+        draws = [Draw(sequence, sequence.slot, sequence.issued) for sequence in sequences]
+        choice = self.slots.sampler.choose(draws, self._logits(leaving))
         slots = self._index(sequence.slot for sequence in sequences)
-        self.h_Sd.index_copy_(0, slots, self.model.embed(choice.feed_L))
+        self.slots.h_Sd.index_copy_(0, slots, self.model.embed(choice.feed_L))
         logprobs: Iterable[float | None] = itertools.repeat(None)
         if choice.logprob_L is not None:
             values = choice.logprob_L.tolist()
             logprobs = [v if s.reports_logprob else None for v, s in zip(values, sequences, strict=True)]
         matches = itertools.repeat(True) if choice.matches_L is None else choice.matches_L.tolist()
-        return tuple(map(Read, leaving.rows, choice.token_L.tolist(), leaving.depths, logprobs, matches))
+        reads = map(Read, choice.token_L.tolist(), leaving.depths, logprobs, matches)
+        return dict(zip(leaving.rows, reads, strict=True))
 
     def _logits(self, leaving: Leaving) -> Tensor:
         """[L, V]. A layered model may read each depth its own way, a looped one reads all alike."""
@@ -238,9 +228,8 @@ def _latest(row: Row) -> int:
     return row.sequence.request.bounds[1] if row.read is None else row.read
 
 
-def _work(
-    plan: Plan, decode: tuple[Row, ...], prefill: tuple[Row, ...], signals: int, readouts: int, copies: tuple[int, ...]
-) -> TurnWork:
+def turn_work(plan: Plan, signals: int, readouts: int, copies: tuple[int, ...]) -> TurnWork:
+    decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
     decode_context = sum(row.start for row in decode) + len(decode)
     chunk_context = sum(row.length * row.start + row.length * (row.length + 1) // 2 for row in prefill)
     return TurnWork(

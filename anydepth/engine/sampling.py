@@ -80,6 +80,14 @@ def processed_logprobs(probabilities_NV: Tensor, token_N: Tensor) -> Tensor:
     return probabilities_NV.gather(1, token_N.unsqueeze(1)).squeeze(1).log()
 
 
+class Draw(NamedTuple):
+    """A row that leaves: whose it is, its slot, and which of its outputs (of its continuation) this will be."""
+
+    sequence: Sequence
+    slot: int
+    output: int
+
+
 class Choice(NamedTuple):
     """What each of L rows gives: its token, what its sequence feeds next, the token's logprob (None: no row reports
     one; rows that report none hold anything), and whether it was the argmax (None: no row is being scored)."""
@@ -98,57 +106,59 @@ class Sampler:
         self.uniform_SI = torch.zeros(slots, context + 1, dtype=torch.float64, device=device)
         self.settings = Settings(
             torch.ones(slots, dtype=torch.float64, device=device),
-            torch.zeros(slots, dtype=torch.int64, device=device),
+            torch.full((slots,), vocab + 1, dtype=torch.int64, device=device),
             torch.ones(slots, dtype=torch.float64, device=device),
         )
 
     def seat(self, slot: int, request: Request) -> None:
         """Write a request's settings and all its uniforms (they depend on seed and output index alone)."""
-        ask = request.sampling
+        ask, settings = request.sampling, (1.0, self.vocab + 1, 1.0)
         if ask.temperature > 0 and not request.forced:
             drawn = torch.from_numpy(uniforms(request.seed, request.max_tokens))
             self.uniform_SI[slot, : len(drawn)] = drawn.to(self.uniform_SI.device)
             top_k = self.vocab + 1 if ask.top_k is None else min(ask.top_k, self.vocab)
-            for pool, value in zip(self.settings, (ask.temperature, top_k, ask.top_p), strict=True):
-                pool[slot] = value
+            settings = (ask.temperature, top_k, ask.top_p)
+        for pool, value in zip(self.settings, settings, strict=True):
+            pool[slot] = value
 
-    def choose(self, sequences: List[Sequence], logits_LV: Tensor) -> Choice:
-        """One token for each sequence: its target where it is being scored, else sampled, else the argmax."""
+    def choose(self, draws: List[Draw], logits_LV: Tensor) -> Choice:
+        """One token for each row: its target where it is being scored, else sampled, else the argmax."""
         best = greedy(logits_LV)
-        forced = [j for j, s in enumerate(sequences) if s.request.forced]
-        drawn = [j for j, s in enumerate(sequences) if s.request.sampling.temperature > 0 and not s.request.forced]
-        reported = [j for j, s in enumerate(sequences) if s.reports_logprob]
+        asks = [draw.sequence.request for draw in draws]
+        forced = [j for j, ask in enumerate(asks) if ask.forced]
+        drawn = [j for j, ask in enumerate(asks) if ask.sampling.temperature > 0 and not ask.forced]
+        reported = [j for j, draw in enumerate(draws) if draw.sequence.reports_logprob]
         if not (forced or drawn or reported):
             return Choice(best, best, None, None)
         token, feed, at_forced = best.clone(), None, self._index(forced)
-        logprob = logits_LV.new_zeros(len(sequences), dtype=torch.float64) if reported else None
-        token[at_forced] = self._index(_target(sequences[j]) for j in forced)
+        logprob = logits_LV.new_zeros(len(draws), dtype=torch.float64) if reported else None
+        token[at_forced] = self._index(_target(draws[j]) for j in forced)
         if drawn:
-            self._draw(sequences, drawn, logits_LV, token, logprob)
-        raw = [j for j in reported if sequences[j].request.forced or sequences[j].logprobs_mode != "processed"]
+            self._draw(draws, drawn, logits_LV, token, logprob)
+        raw = [j for j in reported if asks[j].forced or draws[j].sequence.logprobs_mode != "processed"]
         if logprob is not None and raw:
             at = self._index(raw)
             logprob[at] = raw_logprobs(logits_LV[at], token[at])
         if forced:
             feed = token.clone()
-            feed[at_forced] = self._index(_next_input(sequences[j]) for j in forced)
+            feed[at_forced] = self._index(_next_input(draws[j]) for j in forced)
         return Choice(token, token if feed is None else feed, logprob, token == best if forced else None)
 
     def _draw(
         self,
-        sequences: List[Sequence],
+        draws: List[Draw],
         drawn: list[int],
         logits_LV: Tensor,
         token_L: Tensor,
         logprob_L: Tensor | None,
     ) -> None:
         """Sample rows `drawn` into `token`, and write their processed logprobs (raw ones are written over it)."""
-        asks = [sequences[j].request.sampling for j in drawn]
-        at, slots = self._index(drawn), self._index(sequences[j].slot for j in drawn)
+        asks = [draws[j].sequence.request.sampling for j in drawn]
+        at, slots = self._index(drawn), self._index(draws[j].slot for j in drawn)
         settings = Settings(*(pool[slots] for pool in self.settings))
         max_k = max((min(ask.top_k, self.vocab) for ask in asks if ask.top_k is not None), default=None)
         chances = processed(logits_LV[at], settings, max_k=max_k, any_top_p=any(ask.top_p < 1 for ask in asks))
-        u = self.uniform_SI[slots, self._index(len(sequences[j].token_ids) for j in drawn)]
+        u = self.uniform_SI[slots, self._index(draws[j].output for j in drawn)]
         token_L[at] = pick(chances, u)
         if logprob_L is not None:
             logprob_L[at] = processed_logprobs(chances, token_L[at])
@@ -157,12 +167,12 @@ class Sampler:
         return torch.tensor(list(values), dtype=torch.int64, device=self.uniform_SI.device)
 
 
-def _target(sequence: Sequence) -> int:
-    assert sequence.target is not None
-    return sequence.target[len(sequence.token_ids)]
+def _target(draw: Draw) -> int:
+    assert draw.sequence.target is not None
+    return draw.sequence.target[draw.output]
 
 
-def _next_input(sequence: Sequence) -> int:
+def _next_input(draw: Draw) -> int:
     """What a scored sequence feeds next: its target token, or the prompt's last token where a continuation ends."""
-    ends = len(sequence.token_ids) + 1 == len(sequence.target or ())
-    return sequence.request.prompt_ids[-1] if ends else _target(sequence)
+    ends = draw.output + 1 == len(draw.sequence.target or ())
+    return draw.sequence.request.prompt_ids[-1] if ends else _target(draw)

@@ -1,21 +1,25 @@
-"""Who runs next: queues, admission, and the one place where a request's progress changes. Imports no torch.
+"""Who runs next: admission, pages, preemption, and the one place where a request's progress changes. Imports no torch.
 
 A request waits, is prefilled in chunks (each chunk takes R turns, one a segment), then decodes: a token read at depth d
-takes d turns. Entering and leaving ride on a segment's turn.
+takes d turns. Entering and leaving ride on a segment's turn. A request is admitted with the pages of its prompt and
+gets more as it grows; when there are none left, the last by rank gives up its own and comes back later as it was.
 """
 
 from __future__ import annotations
 
+from anydepth.engine.answers import add_token, cut_short
 from anydepth.engine.pages import Pages
-from anydepth.engine.plan import Plan, Read, Result, Row, Sequence
-from anydepth.types import Chunk, FinishReason, Output, Request, Score, Usage
+from anydepth.engine.plan import Copy, Grow, Leave, Move, Plan, Result, Row, Save, Seat, Sequence
+from anydepth.engine.waiting import Waiting, fits_host, rank
+from anydepth.types import Chunk, FinishReason, Request
 
 
 class Scheduler:
-    """Continuous batching by depth over `slots` slots and one page pool.
+    """Continuous batching by depth over `slots` slots and one page pool. `host_pages` is how many pages of preempted
+    requests host memory may hold.
 
-    A request takes all the pages it may need when it is admitted, in order of arrival. With `layered` a turn is one
-    segment: the one whose oldest row has been ready longest, so that no ready row waits more than R turns.
+    With `layered` a turn is one segment: the one whose oldest row has been ready longest, so that no ready row waits
+    more than R turns.
     """
 
     def __init__(
@@ -27,17 +31,21 @@ class Scheduler:
         layered: bool,
         max_batched_tokens: int,
         prefill_rows: int | None,
+        host_pages: int,
     ) -> None:
-        self.segments, self.pages, self.layered = segments, pages, layered
+        self.segments, self.pages, self.layered, self.host_pages = segments, pages, layered, host_pages
         self.max_batched_tokens, self.prefill_rows = max_batched_tokens, prefill_rows
-        self.waiting: dict[str, Request] = {}  # in order of arrival
+        self.sequences: dict[str, Sequence] = {}  # all that have not ended
+        self.waiting = Waiting()
         self.running: dict[str, Sequence] = {}
-        self.turn = 0
+        self.turn = self.preempted = 0
+        self._arrived = 0
         self._slots = list(range(slots - 1, -1, -1))
+        self._moves: list[Move] = []
 
     @property
     def idle(self) -> bool:
-        return not self.waiting and not self.running
+        return not self.sequences
 
     def positions_of(self, request: Request) -> int:
         """K/V positions a request may need: its last output token is never fed back."""
@@ -45,26 +53,24 @@ class Scheduler:
         return len(request.prompt_ids) + outputs - 1
 
     def submit(self, request: Request) -> None:
-        assert request.id not in self.waiting and request.id not in self.running
-        self.waiting[request.id] = request
+        assert request.id not in self.sequences
+        as_row = bool(request.forced) or request.sampling.first_token == "policy"
+        sequence = Sequence(request, len(request.prompt_ids) - as_row, self._arrived)
+        self._arrived += 1
+        self.sequences[request.id] = sequence
+        self.waiting.add(sequence)
 
     def next(self) -> Plan:
-        """The next turn's plan; it stands until `update`. Admits what fits."""
-        admitted = self._admit()
+        """The next turn's plan; it stands until `update`. Admits what fits, preempts where pages run out."""
+        if self.waiting:
+            self.waiting.take(self._admit)
         self._cut_chunks()
-        ready = [s for s in self.running.values() if s.chunk or not s.prefilling]
-        segment = 1
-        if self.layered and ready:
-            segment = min(ready, key=lambda s: s.ready_since).depth
-            ready = [s for s in ready if s.depth == segment]
-        decode = [Row(s, s.slot, s.depth, s.position, 1, s.planned, False, False) for s in ready if not s.prefilling]
-        prefill = [self._prefill_row(s) for s in ready if s.prefilling]
-        return Plan(segment, (*decode, *prefill), len(decode), admitted)
+        ready = self._with_pages([s for s in self.running.values() if s.chunk or not s.prefilling])
+        return self._plan(ready)
 
     def update(self, plan: Plan, result: Result) -> list[Chunk]:
         """Move every row of the plan on by what the runner reports; returns the tokens that came out, in row order."""
         self.turn += 1
-        reads = {read.row: read for read in result.reads}
         chunks: list[Chunk] = []
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
@@ -73,11 +79,14 @@ class Scheduler:
                 sequence.usage.segments_prefill += row.length
             else:
                 sequence.usage.segments_executed += 1
-            read = reads.get(index)
+            read = result.reads.get(index)
             if read is not None:
                 if row.prefill:
                     self._chunk_done(sequence)
-                chunks.append(self._token(sequence, read))
+                sequence.issued, sequence.depth = sequence.issued + 1, 1
+                chunks.append(self._ended(sequence, add_token(sequence, read)))
+                if not chunks[-1].finish_reason:
+                    self._plan_depth(sequence)
             elif row.prefill and row.depth == self.segments:
                 self._chunk_done(sequence)
             else:
@@ -86,35 +95,127 @@ class Scheduler:
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Chunk | None:
         """Drop a request wherever it stands; the Chunk that says so, or None if it is not known here."""
-        if (request := self.waiting.pop(request_id, None)) is not None:
-            return self._finish(Sequence(request, -1, (), 0), reason, "" if request.text else None)
-        sequence = self.running.get(request_id)
-        if sequence is None:
-            return None
-        return self._finish(sequence, reason, sequence.request.text.end() if sequence.request.text else None)
+        sequence = self.sequences.get(request_id)
+        return None if sequence is None else self._ended(sequence, cut_short(sequence, reason))
 
-    def _admit(self) -> tuple[Sequence, ...]:
-        admitted = []
-        while self.waiting and self._slots:
-            request = next(iter(self.waiting.values()))
-            needed = self.pages.needed(self.positions_of(request))
-            if not self.pages.can_take(needed):
+    def preempt(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running sequence. It comes back by its rank, with the same state."""
+        assert sequence.slot >= 0
+        self._moves.append(Save(sequence, sequence.slot, tuple(sequence.pages)))
+        sequence.stored = len(sequence.pages)
+        self._let_go(sequence)
+        self.waiting.add(sequence)
+        self.preempted += 1
+
+    def unfinished(self) -> list[str]:
+        """Requests that a failed turn leaves without the state they need: those that ran, or were on their way out."""
+        self._moves = []
+        return [id for id, s in self.sequences.items() if s.slot >= 0 or (s.stored and s.saved is None)]
+
+    def _plan(self, ready: list[Sequence], leaving: tuple[Leave, ...] = ()) -> Plan:
+        segment = 1
+        if self.layered and ready:
+            segment = min(ready, key=lambda s: s.ready_since).depth
+            ready = [s for s in ready if s.depth == segment]
+        decode = [self._decode_row(s) for s in ready if not s.prefilling]
+        prefill = [self._prefill_row(s) for s in ready if s.prefilling]
+        moves, self._moves = tuple(self._moves), []
+        return Plan(segment, (*decode, *prefill), len(decode), moves, leaving)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence a slot and the pages it needs now; False where they are not to be had."""
+        if sequence.stored:
+            return self._seat(sequence, sequence.stored, [], None)
+        ids = sequence.request.prompt_ids
+        # The position whose state gives the first token runs in any case.
+        held, at = self.pages.find(ids, sequence.prefill_end - (sequence.prefill_end == len(ids)))
+        source = held.pop() if at % self.pages.size else None
+        needed = self.pages.needed(len(ids)) - len(held)
+        if not self._seat(sequence, needed, held, source):
+            at = len(held) * self.pages.size
+            if source is None or not self._seat(sequence, needed, held, None):
+                return False
+        sequence.usage.prompt_tokens = len(ids)
+        sequence.prefilled = sequence.shared = at
+        self.pages.shared_tokens += at
+        if not sequence.prefilling:
+            self._plan_depth(sequence)
+        return True
+
+    def _seat(self, sequence: Sequence, needed: int, held: list[int], source: int | None) -> bool:
+        """Seat a sequence on the pages `held` by others too and `needed` pages of its own, the first of them a copy of
+        `source`, whose beginning is of use; False where there is no room."""
+        others = held if source is None else [*held, source]
+        self.pages.hold(others)  # so that they are not what is taken
+        if not self._may_come_in(sequence, needed):
+            self.pages.give_back(others)
+            return False
+        sequence.pages = held + self.pages.take(needed)
+        sequence.slot, sequence.stored, sequence.ready_since = self._slots.pop(), 0, self.turn
+        self.running[sequence.request.id] = sequence
+        self._moves.append(Seat(sequence, sequence.slot, tuple(sequence.pages)))
+        if source is not None:
+            self._moves.append(Copy(source, sequence.pages[len(held)]))
+            self.pages.give_back([source])
+            self.pages.copied += 1
+        return True
+
+    def _may_come_in(self, sequence: Sequence, needed: int) -> bool:
+        """Whether there is a slot and room for `needed` pages, if need be after those of lower priority gave way."""
+        if sequence.chunk + sum(s.chunk for s in self.running.values()) > self.max_batched_tokens:
+            return False
+        # One page more for every running sequence that will still grow.
+        growing = sum(len(s.pages) < self.pages.needed(self.positions_of(s.request)) for s in self.running.values())
+        below = [s for s in self.running.values() if s.request.priority < sequence.request.priority]
+        if not (self._slots and needed + growing <= self.pages.available):
+            freed = self.pages.freed_by(s.pages for s in below)
+            if not below or needed > self.pages.available + freed:
+                return False
+        if not sequence.stored and not self._can_end(sequence):
+            return False
+        for other in sorted(below, key=rank, reverse=True):
+            if self._slots and self.pages.can_take(needed):
                 break
-            del self.waiting[request.id]
-            as_row = bool(request.forced) or request.sampling.first_token == "policy"
-            sequence = Sequence(
-                request,
-                self._slots.pop(),
-                self.pages.take(needed),
-                len(request.prompt_ids) - as_row,
-                ready_since=self.turn,
-            )
-            sequence.usage.prompt_tokens = len(request.prompt_ids)
-            if not sequence.prefilling:
-                self._plan_depth(sequence)
-            self.running[request.id] = sequence
-            admitted.append(sequence)
-        return tuple(admitted)
+            self.preempt(other)
+        return bool(self._slots) and self.pages.can_take(needed)
+
+    def _can_end(self, sequence: Sequence) -> bool:
+        """Whether everybody can still come to an end when this one is let in too."""
+        inside = [*self.running.values(), *(s for s in self.waiting if s.stored), sequence]
+        most = ((s, self.pages.needed(self.positions_of(s.request))) for s in inside)
+        return fits_host(most, self.pages.count, self.host_pages)
+
+    def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
+        """Those of `ready` that have, or now get, the pages their next positions are written to."""
+        lacking = sum(map(self._lacks, ready))
+        if lacking == 0:
+            return ready
+        if lacking > self.pages.available:
+            ready = sorted(ready, key=rank)
+        return [s for s in ready if s.slot >= 0 and self._grow(s)]
+
+    def _next_position(self, sequence: Sequence) -> int | None:
+        """Where its next row begins to write, if it writes at all."""
+        return sequence.prefilled if sequence.prefilling else sequence.position
+
+    def _lacks(self, sequence: Sequence) -> int:
+        """Pages that it needs for its next row beyond its own."""
+        position = self._next_position(sequence)
+        return 0 if position is None else max(0, self.pages.needed(position + 1) - len(sequence.pages))
+
+    def _grow(self, sequence: Sequence) -> bool:
+        """Give it what it lacks, if need be at the cost of the last by rank; False if that is the sequence itself."""
+        while lacks := self._lacks(sequence):
+            if self.pages.can_take(lacks):
+                pages = self.pages.take(lacks)
+                self._moves.append(Grow(sequence.slot, len(sequence.pages), tuple(pages)))
+                sequence.pages += pages
+                return True
+            last = max(self.running.values(), key=rank)
+            self.preempt(last)
+            if last is sequence:
+                return False
+        return True
 
     def _cut_chunks(self) -> None:
         """Give prefilling sequences without a chunk their next one, within the prompt tokens a turn may carry."""
@@ -127,6 +228,9 @@ class Scheduler:
                 sequence.chunk, sequence.depth = rows, 1
                 room -= rows
 
+    def _decode_row(self, s: Sequence) -> Row:
+        return Row(s, s.slot, s.depth, s.position, 1, s.planned, False, False)
+
     def _prefill_row(self, s: Sequence) -> Row:
         last = s.depth == self.segments and s.prefilled + s.chunk == len(s.request.prompt_ids)
         return Row(s, s.slot, s.depth, s.prefilled, s.chunk, None, True, last)
@@ -135,89 +239,26 @@ class Scheduler:
         sequence.prefilled += sequence.chunk
         sequence.chunk, sequence.depth = 0, 1
         if not sequence.prefilling:
+            self.pages.publish(sequence.request.prompt_ids[: sequence.prefill_end], sequence.pages)
             self._plan_depth(sequence)
 
     def _plan_depth(self, sequence: Sequence) -> None:
         request = sequence.request
         # A trace scores continuation token t with its own entry t; otherwise output i has entry i.
-        sequence.planned = request.policy.planned(request.sampling, len(sequence.token_ids), self.segments)
+        sequence.planned = request.policy.planned(request.sampling, sequence.issued, self.segments)
 
-    def _token(self, sequence: Sequence, read: Read) -> Chunk:
-        """Account one output token, and the end of the answer or of a scored continuation where it is one."""
-        request, usage = sequence.request, sequence.usage
-        sequence.token_ids.append(read.token_id)
-        sequence.depths.append(read.depth)
-        usage.output_tokens += 1
-        if read.logprob is not None:
-            sequence.logprobs.append(read.logprob)
-        if sequence.prefill_end < len(request.prompt_ids) or len(sequence.token_ids) > 1:
-            usage.decode_tokens += 1
-            usage.segments_read += read.depth
-        sequence.depth = 1
-        if request.forced:
-            sequence.greedy &= read.greedy
-            return self._scored(sequence, read)
-        reason, text = self._ending(sequence, read.token_id)
-        if reason:
-            return self._finish(sequence, reason, text, read)
-        self._plan_depth(sequence)
-        return Chunk(text, read.token_id, read.depth, read.logprob, request_id=request.id)
+    def _ended(self, sequence: Sequence, chunk: Chunk) -> Chunk:
+        """Free what the sequence holds if this was its last chunk."""
+        if chunk.finish_reason:
+            del self.sequences[sequence.request.id]
+            if sequence.slot >= 0:
+                self._let_go(sequence)
+            else:
+                self.waiting.remove(sequence)
+        return chunk
 
-    def _ending(self, sequence: Sequence, token: int) -> tuple[FinishReason | None, str | None]:
-        """(finish reason or None, text that became certain). A stop id's own text is left out."""
-        request = sequence.request
-        text, full = request.text, len(sequence.token_ids) >= request.max_tokens
-        if text is None:
-            return "stop" if token in request.stop_ids else "length" if full else None, None
-        if token in request.stop_ids:
-            return "stop", text.end()
-        piece = text.push(token)
-        if full and not text.stopped:
-            piece += text.end()
-        return "stop" if text.stopped else "length" if full else None, piece
-
-    def _scored(self, sequence: Sequence, read: Read) -> Chunk:
-        """A teacher-forced token. After a continuation's last one the next begins at the same prefilled context."""
-        request, target = sequence.request, sequence.target
-        assert target is not None
-        if len(sequence.token_ids) < len(target):
-            self._plan_depth(sequence)
-            return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id)
-        score = Score(tuple(sequence.logprobs), tuple(sequence.depths), sequence.greedy, sequence.usage)
-        sequence.scored += 1
-        if sequence.scored == len(request.forced):
-            return self._finish(sequence, "length", None, read, score)
-        sequence.token_ids, sequence.depths, sequence.logprobs = [], [], []
-        sequence.greedy, sequence.usage = True, Usage(prompt_tokens=sequence.usage.prompt_tokens)
-        self._plan_depth(sequence)
-        return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id, score=score)
-
-    def _finish(
-        self,
-        sequence: Sequence,
-        reason: FinishReason,
-        text: str | None,
-        read: Read | None = None,
-        score: Score | None = None,
-    ) -> Chunk:
-        """Free what the sequence holds and wrap up its answer."""
-        request, sampling = sequence.request, sequence.request.sampling
-        if self.running.pop(request.id, None) is not None:
-            self.pages.give_back(sequence.pages)
-            self._slots.append(sequence.slot)
-        output = Output(
-            request_id=request.id,
-            prompt_ids=request.prompt_ids,
-            token_ids=tuple(sequence.token_ids),
-            depths=tuple(sequence.depths),
-            text=request.text.text if request.text else None,
-            finish_reason=reason,
-            usage=sequence.usage,
-            seed=request.seed,
-            logprobs=tuple(sequence.logprobs) if sampling.logprobs else None,
-            logprobs_mode=sequence.logprobs_mode,
-            prompt_index=request.prompt_index,
-            answer_index=request.answer_index,
-        )
-        token, depth, logprob = (read.token_id, read.depth, read.logprob) if read else (None, None, None)
-        return Chunk(text, token, depth, logprob, reason, request.id, output, score)
+    def _let_go(self, sequence: Sequence) -> None:
+        del self.running[sequence.request.id]
+        self.pages.give_back(sequence.pages)
+        self._slots.append(sequence.slot)
+        sequence.slot, sequence.pages = -1, []

@@ -11,6 +11,7 @@ request are the same in every plane, so copying between planes moves along the i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,13 +31,14 @@ class KVPool:
     def __init__(
         self, shape: Shape, planes: int, pages: int, page_size: int, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.planes, self.page_size = planes, page_size
-        self.positions = (pages + 1) * page_size
+        self.planes, self.pages, self.page_size = planes, pages + 1, page_size  # with the null page
+        self.positions = self.pages * page_size
         self.groups, self.head_dim = shape.kv_heads, shape.head_dim
         self.data = torch.empty(
             shape.layers, 2, planes * self.positions, self.groups * self.head_dim, dtype=dtype, device=device
         )
         self.data[:, :, :page_size] = 0
+        self.scratch = (self.pages - 1) * page_size  # in the last page, which the runner may keep for itself
         # Row d: how far each plane lies from plane d. One that is not deeper counts as plane d itself, which is then
         # written over with its own values.
         planes_R = torch.arange(planes, device=device)
@@ -113,17 +115,35 @@ class KVMap:
         device = pool.data.device
         self.table = torch.zeros(slots, max_positions, dtype=torch.int64, device=device)
         self._arange = torch.arange(max_positions, device=device)
-        self._run: dict[int, int] = {}  # slot -> where its storage begins, if its pages lie in a row
+        self._run: dict[int, tuple[int, int]] = {}  # slot -> (first page, pages), if its pages lie in a row
 
-    def seat(self, slot: int, pages: tuple[int, ...]) -> None:
+    def seat(self, slot: int, pages: Sequence[int]) -> None:
         """Give a slot its pages, in the order of positions."""
+        self._run[slot] = (pages[0], 0)
+        self.give(slot, 0, pages)
+
+    def give(self, slot: int, at: int, pages: Sequence[int]) -> None:
+        """Make `pages` the slot's pages from its `at`-th on."""
         size = self.pool.page_size
         starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * size
-        storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1]]
-        self.table[slot, : len(storage)] = storage
-        self._run.pop(slot, None)
-        if pages == tuple(range(pages[0], pages[0] + len(pages))):
-            self._run[slot] = pages[0] * size
+        storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1] - at * size]
+        self.table[slot, at * size : at * size + len(storage)] = storage
+        first, count = self._run.get(slot, (0, -1))
+        if at == count and list(pages) == list(range(first + count, first + count + len(pages))):
+            self._run[slot] = (first, count + len(pages))
+        else:
+            self._run.pop(slot, None)
+
+    def at(self, slots_N: Tensor, positions_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Where the plane of `depth` holds a position of a slot, [N]."""
+        return self.table[slots_N, positions_N] + self.pool.offset(depth_N)
+
+    def storage(self, pages: Sequence[int]) -> Tensor:
+        """Indices of all positions of these pages in every plane, [planes * pages * page_size]."""
+        starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * self.pool.page_size
+        plane = (starts + self._arange[: self.pool.page_size]).view(-1)
+        planes = torch.arange(self.pool.planes, device=plane.device).unsqueeze(1) * self.pool.positions
+        return (planes + plane).view(-1)
 
     def turn(
         self,
@@ -137,25 +157,44 @@ class KVMap:
         storage_BT = mask = None
         positions, writes = [], []
         if len(slots_B):
-            seen = self._arange[:context] <= positions_B.unsqueeze(1)
-            offset = self.pool.offset(depth_B).unsqueeze(1)
-            table = self.table[:, :context].index_select(0, slots_B) + offset
+            write_B, storage_BT, mask = self.decode_rows(slots_B, positions_B, depth_B, context)
             positions.append(positions_B)
-            writes.append(table.gather(1, positions_B.unsqueeze(1)).squeeze(1))
-            # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
-            storage_BT = torch.where(seen, table, 0)
-            mask = torch.zeros(seen.shape, dtype=self.pool.data.dtype, device=seen.device)
-            mask = mask.masked_fill_(~seen, float("-inf")).unsqueeze(1).unsqueeze(1)
-        for slot, start, rows, depth in chunks:
-            positions.append(self._arange[start : start + rows])
-            writes.append(self.table[slot, start : start + rows] + self._plane(depth))
-        parts = [self._chunk(*chunk) for chunk in chunks]
-        return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, parts)
+            writes.append(write_B)
+        if chunks:
+            positions_P, write_P, parts = self.prompt_rows(chunks)
+            positions.append(positions_P)
+            writes.append(write_P)
+        return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, parts if chunks else [])
 
-    def _chunk(self, slot: int, start: int, rows: int, depth: int) -> Chunk:
+    def decode_rows(
+        self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, runs_B: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). With `runs_B`, rows that do not run
+        write to the pool's scratch page and see one position of the null page."""
+        seen = self._arange[:context] <= positions_B.unsqueeze(1)
+        table = self.table[:, :context].index_select(0, slots_B) + self.pool.offset(depth_B).unsqueeze(1)
+        write_B = table.gather(1, positions_B.unsqueeze(1)).squeeze(1)
+        if runs_B is not None:
+            write_B = torch.where(runs_B, write_B, self.pool.scratch)
+            seen = torch.where(runs_B.unsqueeze(1), seen, self._arange[:context] == 0)
+            table = torch.where(runs_B.unsqueeze(1), table, 0)
+        # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
+        storage_BT = torch.where(seen, table, 0)
+        mask = torch.zeros(seen.shape, dtype=self.pool.data.dtype, device=seen.device)
+        return write_B, storage_BT, mask.masked_fill_(~seen, float("-inf")).unsqueeze(1).unsqueeze(1)
+
+    def prompt_rows(self, chunks: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor, list[Chunk]]:
+        """(positions [P], where they write [P], chunks) of prompt rows alone, (slot, start, rows, depth) each."""
+        positions = [self._arange[start : start + rows] for _, start, rows, _ in chunks]
+        writes = [self.table[slot, start : start + rows] + self._plane(depth) for slot, start, rows, depth in chunks]
+        none = self._arange[:0]
+        return _join(positions or [none]), _join(writes or [none]), [self.chunk(*chunk) for chunk in chunks]
+
+    def chunk(self, slot: int, start: int, rows: int, depth: int) -> Chunk:
         end, plane = start + rows, self._plane(depth)
         if (run := self._run.get(slot)) is not None:
-            storage: Tensor | slice = slice(run + plane, run + plane + end)
+            begin = run[0] * self.pool.page_size + plane
+            storage: Tensor | slice = slice(begin, begin + end)
         else:
             storage = self.table[slot, :end] + plane
         mask = causal_mask(rows, end, self.pool.data.dtype, self.table.device) if rows > 1 else None

@@ -20,7 +20,8 @@ NAMES = ("never", "fixed", "gate_cdf", "trace")
 
 @dataclass(frozen=True)
 class Policy:
-    """What decides, resolved and checked; depths 1..segments. `released`: the released model's bfloat16 arithmetic."""
+    """What decides, resolved and checked; depths 1..segments. `released`: the released model's bfloat16 arithmetic.
+    `delayed`: what decides at one round is acted on after the next (an adaptive policy; not beyond max)."""
 
     name: str
     segments: int
@@ -30,6 +31,7 @@ class Policy:
     threshold: float = 1.0
     trace: tuple[int, ...] = ()
     released: bool = False
+    delayed: bool = False
 
 
 def make_policy(
@@ -43,6 +45,7 @@ def make_policy(
     depth: int | None = None,
     trace: Sequence[int] | None = None,
     gate_dtype: str = "float32",
+    delayed: bool = False,
 ) -> Policy:
     """The policy of a request's settings; ValueError for what the model or the bounds exclude.
 
@@ -72,8 +75,9 @@ def make_policy(
             raise ValueError(f"{name} at depth {d}, outside {min_depth}..{high}")
     if any(not 1 <= d <= segments for d in trace or ()):
         raise ValueError(f"trace {trace}; allowed: depths 1..{segments}")
+    released = gate_dtype == "bfloat16"
     return Policy(
-        name, segments, min_depth, high, depth or 0, exit_threshold, tuple(trace or ()), gate_dtype == "bfloat16"
+        name, segments, min_depth, high, depth or 0, exit_threshold, tuple(trace or ()), released, delayed
     )
 
 
@@ -93,16 +97,22 @@ class Row:
     margin: float = math.inf
     _remaining: Any = 1.0  # a float; of the released arithmetic a bfloat16 tensor
     _sum: Any = 0.0
+    _said_so: bool = False
 
     def leaves(self, r: int, gate_logit: Tensor | None) -> bool:
         p = self.policy
         self.depth = r
+        if self._said_so:
+            return True
         if p.name == "gate_cdf":
             assert gate_logit is not None
             fires = self._released(r, gate_logit) if p.released else self._gate_cdf(gate_logit)
         else:
             fires = r == (p.segments if p.name == "never" else p.depth if p.name == "fixed" else p.trace[self.index])
-        return r == p.high or (r >= p.low and fires)
+        fires = r >= p.low and fires
+        if p.delayed and p.name == "gate_cdf" and r < p.high:
+            self._said_so, fires = fires, False
+        return r == p.high or fires
 
     def _gate_cdf(self, gate_logit: Tensor) -> bool:
         """Hazard in the model's float32 or float64, product in float64; a threshold of 1 or more never fires."""

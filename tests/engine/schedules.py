@@ -7,19 +7,21 @@ expression that can be pasted into a test.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from anydepth.engine.completions import AdversarialCompletions
 from anydepth.engine.engine import Engine
-from anydepth.reference.generate import score
+from anydepth.reference.generate import Result, score
 from anydepth.reference.model import Model as Reference
-from anydepth.types import Output, Sampling, Score, Usage
+from anydepth.types import Output, Request, Sampling, Score, Usage
 from tests.equality import Verdict, compare
-from tests.helpers import Watch, assert_empty, expected, poison, twins
+from tests.helpers import Watch, assert_empty, expected, poison, shortened, twins
 
 VOCABULARY = 19  # small, so that stop ids do come up
 PATIENCE = 5000  # turns after which a schedule is taken to hang
@@ -28,18 +30,21 @@ PATIENCE = 5000  # turns after which a schedule is taken to hang
 @dataclass(frozen=True)
 class Asked:
     """A request: when it is submitted and, if at all, aborted (in steps of the engine). With `forced`, continuations
-    to score."""
+    to score. With `takes_over` it comes, under the same id, as soon as the request before it was aborted."""
 
     arrival: int
     prompt: tuple[int, ...]
     settings: dict[str, Any]
     abort: int | None = None
     forced: tuple[tuple[int, ...], ...] = ()
+    priority: int = 0
+    takes_over: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`changes` are those of `tiny_config`, `engine` the engine's own options."""
+    """`changes` are those of `tiny_config`, `engine` the engine's own options. `late` is the seed by which outcomes
+    come late, and `squeezes` are turns before which a running request, the n-th, has to give up its place."""
 
     kind: str
     seed: int
@@ -50,15 +55,29 @@ class Schedule:
     eos_ids: tuple[int, ...]
     engine: dict[str, Any]
     asked: tuple[Asked, ...]
+    late: int | None = None
+    squeezes: tuple[tuple[int, int], ...] = ()
+
+
+class Letters:
+    """A tokenizer for models of VOCABULARY tokens: each is a letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + token) for token in ids)
 
 
 @dataclass
 class Ran:
     """What one request gave: its chunks' tokens and depths, the scores of its continuations, its last word."""
 
+    request: Request | None = None
     streamed: list[tuple[int | None, int | None]] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     output: Output | None = None
+    shared: int = 0  # prompt positions that another had prefilled
 
     @property
     def aborted(self) -> bool:
@@ -84,8 +103,9 @@ class Played:
     verdicts: list[Verdict] = field(default_factory=list)
 
 
-def draw(rng: Random, *, dtype: str = "float64") -> Schedule:
-    """A random schedule. `rng` may be hypothesis's, which then shrinks it."""
+def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync",)) -> Schedule:
+    """A random schedule in one of the modes `signals`. `rng` may be hypothesis's, which then shrinks it."""
+    mode = rng.choice(list(signals))
     kind = rng.choice(["looped", "looped", "layered"])
     changes = {
         "vocab_size": VOCABULARY,
@@ -106,7 +126,13 @@ def draw(rng: Random, *, dtype: str = "float64") -> Schedule:
         exits = (*(layer for layer in range(1, last) if rng.choice([True, False])), last)
         segments, fill = len(exits), "full"
     longest = changes["max_position_embeddings"]
-    asked = tuple(_draw_asked(rng, segments, kind == "looped", longest) for _ in range(rng.randint(1, 6)))
+    if (mode, fill) == ("exact", "shared"):
+        fill = "last_exited"
+    if mode == "resident" and kind == "layered":
+        mode = "exact"
+    asked = tuple(
+        _draw_asked(rng, segments, kind == "looped", longest, scores=mode == "sync") for _ in range(rng.randint(1, 6))
+    )
     page_size = rng.choice([4, 1, 2, 3, 16])
     needs = [-(-_positions(ask, longest) // page_size) for ask in asked]
     engine = {
@@ -114,18 +140,24 @@ def draw(rng: Random, *, dtype: str = "float64") -> Schedule:
         "page_size": page_size,
         "kv_pages": max(needs) + rng.randint(0, sum(needs) - max(needs)),
         "max_batched_tokens": rng.choice([64, 1, 2, 3, 7]),
+        "signals": mode,
+        "prefix_sharing": rng.choice([True, True, False]),
     }
+    late = None if mode == "sync" else rng.getrandbits(32)
+    squeezes = tuple((turn, rng.randint(0, 4)) for turn in range(40) if rng.random() < 0.1) * rng.choice([0, 1])
     eos = tuple(sorted(rng.sample(range(VOCABULARY), rng.randint(0, 2))))
-    return Schedule(kind, rng.randint(0, 99), changes, exits, dtype, fill, eos, engine, asked)
+    return Schedule(kind, rng.randint(0, 99), changes, exits, dtype, fill, eos, engine, asked, late, squeezes)
 
 
-def _draw_asked(rng: Random, segments: int, has_gate: bool, longest: int) -> Asked:
+def _draw_asked(rng: Random, segments: int, has_gate: bool, longest: int, *, scores: bool) -> Asked:
     length = rng.choice([rng.randint(1, min(longest, 9)), min(longest, 18)])
     prompt = _ids(rng, length)
+    if rng.choice([False, True]):  # one that others begin with too
+        prompt = tuple(n * 7 % VOCABULARY for n in range(length - 1)) + prompt[-1:]
     settings: dict[str, Any] = {"max_tokens": rng.randint(1, 10)}
     abort = rng.randint(0, 30) if rng.choice([False, False, False, True]) else None
     forced: tuple[tuple[int, ...], ...] = ()
-    if rng.choice([False, False, False, True]):
+    if scores and rng.choice([False, False, False, True]):
         room = min(6, longest - length + 1)
         forced = tuple(_ids(rng, rng.randint(1, room)) for _ in range(rng.randint(1, 3)))
     by_policy = bool(forced) or rng.choice([False, True])
@@ -151,7 +183,10 @@ def _draw_asked(rng: Random, segments: int, has_gate: bool, longest: int) -> Ask
             settings["ignore_eos"] = True
         if rng.choice([False, False, True]):
             settings["stop_token_ids"] = (rng.randrange(VOCABULARY),)
-    return Asked(rng.randint(0, 12), prompt, settings, abort, forced)
+        if rng.choice([False, False, True]):
+            settings["stop"] = Letters().decode(_ids(rng, rng.randint(1, 2)))
+    priority, takes_over = rng.choice([0, 0, 0, 1, -1]), rng.choice([False, False, True])
+    return Asked(rng.randint(0, 12), prompt, settings, abort, forced, priority, takes_over)
 
 
 def _ids(rng: Random, length: int) -> tuple[int, ...]:
@@ -178,10 +213,16 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
     dtype = getattr(torch, schedule.dtype)
     options = {"segments": schedule.segments, "gentle": dtype == torch.float32, **schedule.changes}
     model, reference = twins(schedule.kind, seed=schedule.seed, dtype=dtype, **options)
-    engine = poison(Engine(model, fill=schedule.fill, eos_ids=frozenset(schedule.eos_ids), **schedule.engine))
+    tokenizer = Letters() if any("stop" in ask.settings for ask in schedule.asked) else None
+    eos = frozenset(schedule.eos_ids)
+    engine = poison(Engine(model, tokenizer=tokenizer, fill=schedule.fill, eos_ids=eos, **schedule.engine))
+    if schedule.late is not None:
+        engine.runner.completions = AdversarialCompletions(schedule.late)
     engine.work = []
     watch = Watch(engine)
-    played = Played(_run(engine, schedule.asked))
+    played = Played(_run(engine, schedule))
+    for one in played.ran:
+        one.shared = watch.shared.get(one.request, 0)  # some never ran
     assert_empty(engine)
     _check_work(engine, played.ran, schedule)
     if with_reference:
@@ -194,20 +235,41 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
 
 
 def _judge_answer(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran, watch: Watch) -> list[Verdict]:
-    assert ran.output is not None
-    outputs = len(ran.output.token_ids)
-    if not outputs:
+    """What was answered is what the reference answers alone, up to where an abort or a stop string ended it."""
+    output = ran.output
+    assert output is not None
+    if not output.token_ids:
         return []
-    only = outputs if ran.aborted else None
-    settings = {"fill": schedule.fill, "eos_ids": schedule.eos_ids, "outputs": only}
-    return [compare(expected(reference, (ask.prompt, ask.settings), **settings), watch.answer(ran.output))]
+    mode = schedule.engine.get("signals", "sync")
+    settings = {key: value for key, value in ask.settings.items() if key != "stop"}
+    if mode == "delayed":
+        settings["delayed"] = True
+    lone = expected(reference, (ask.prompt, settings), fill=schedule.fill, eos_ids=schedule.eos_ids)
+    stops = _first_stop(lone, ask)
+    if ran.aborted or stops is not None:
+        assert ran.aborted or (output.finish_reason, len(output.token_ids)) == ("stop", stops), (output, stops)
+        lone = shortened(lone, len(output.token_ids))
+        output = replace(output, finish_reason="abort")  # its ending and usage are not the lone run's
+    assert mode != "resident" or "stop" in ask.settings or ran.aborted or output.usage.segments_wasted == 0
+    late_rounds = mode == "exact" and ask.settings.get("exit_policy") == "gate_cdf" and schedule.fill != "full"
+    first = ask.settings.get("first_token") != "policy"
+    high = ask.settings.get("max_depth", reference.segments)
+    executed = sum(min(depth + 1, high) for depth in lone.depths[first:]) if late_rounds else None
+    return [compare(lone, watch.answer(ran.request, output), executed=executed)]
+
+
+def _first_stop(lone: Result, ask: Asked) -> int | None:
+    """Tokens until the answer's text holds its stop string; None where a stop id or its length ends it before."""
+    text = Letters().decode(lone.token_ids[: len(lone.token_ids) - (lone.finish_reason == "stop")])
+    at = text.find(ask.settings["stop"]) if "stop" in ask.settings else -1
+    return at + len(ask.settings["stop"]) if at >= 0 else None
 
 
 def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran, watch: Watch) -> list[Verdict]:
     assert ran.output is not None
-    found, logits = [], iter(watch.logits[ran.output.request_id])
+    found, logits = [], iter(watch.logits[ran.request])
     settings = {name: value for name, value in ask.settings.items() if name != "max_tokens"}
-    for target, got, planes in zip(ask.forced, ran.scores, watch.planes[ran.output.request_id], strict=False):
+    for target, got, planes in zip(ask.forced, ran.scores, watch.planes[ran.request], strict=False):
         lone = score(reference, ask.prompt, target, fill=schedule.fill, **settings)
         fields = {name: getattr(got, name) for name in ("logprobs", "depths", "greedy", "usage")}
         seen = SimpleNamespace(**fields, logits=[next(logits) for _ in target], planes=planes)
@@ -215,20 +277,34 @@ def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran
     return found
 
 
-def _run(engine: Engine, asked: tuple[Asked, ...]) -> list[Ran]:
+def _run(engine: Engine, schedule: Schedule) -> list[Ran]:
     """Step until all has come and gone."""
+    asked, squeezes = schedule.asked, dict(schedule.squeezes)
     ran, waiting, turn = [Ran() for _ in asked], dict(enumerate(asked)), 0
+    names = [str(n) for n in range(len(asked))]  # the id of each; one that takes over has its forerunner's
+
+    def submit(n: int) -> None:
+        ask = waiting.pop(n)
+        sampling = Sampling(**ask.settings)
+        request = engine.prepare(ask.prompt, sampling, id=names[n], forced=ask.forced, priority=ask.priority)
+        ran[n].request = engine.submit(request)
+
     while waiting or not engine.idle:
         assert turn < PATIENCE, f"still running after {turn} turns: {list(engine.scheduler.running)}"
         for n, ask in enumerate(asked):
-            if n in waiting and ask.arrival <= turn:
-                engine.submit(engine.prepare(ask.prompt, Sampling(**ask.settings), id=str(n), forced=ask.forced))
-                del waiting[n]
-            if ask.abort == turn:
-                engine.abort(str(n))
+            if n in waiting and ask.arrival <= turn and names[n] not in engine.scheduler.sequences:
+                submit(n)
+            if ask.abort == turn and n not in waiting:
+                engine.abort(names[n])
+                if n + 1 in waiting and asked[n + 1].takes_over and names[n] not in engine.scheduler.sequences:
+                    names[n + 1] = names[n]
+                    submit(n + 1)
+        running = list(engine.scheduler.running.values())
+        if turn in squeezes and running:
+            engine.scheduler.preempt(running[squeezes[turn] % len(running)])
         for chunk in engine.step():
-            one = ran[int(chunk.request_id)]
-            assert one.output is None, "a chunk after the last one"
+            # Of several with one id, the earliest that has not ended: the last chunk of one comes before any of the next.
+            one = next(ran[n] for n, name in enumerate(names) if name == chunk.request_id and ran[n].output is None)
             one.streamed += [(chunk.token_id, chunk.depth)] * (chunk.token_id is not None)
             one.scores += [chunk.score] * (chunk.score is not None)
             one.output = chunk.output
@@ -242,26 +318,37 @@ def _run(engine: Engine, asked: tuple[Asked, ...]) -> list[Ran]:
 
 def _check_work(engine: Engine, ran: list[Ran], schedule: Schedule) -> None:
     """What the requests say they cost is what the turns say they ran, and what follows from their depths."""
-    work, segments, usages = engine.work or [], engine.model.shape.segments, [u for one in ran for u in one.usages]
-    assert sum(turn.decode_rows for turn in work) == sum(u.segments_executed for u in usages)
-    assert sum(turn.prefill_rows for turn in work) == sum(u.segments_prefill for u in usages)
-    assert sum(turn.readout_rows for turn in work) == sum(u.output_tokens for u in usages)
-    assert all(turn.prefill_rows <= schedule.engine["max_batched_tokens"] for turn in work)
-    assert all(turn.decode_rows <= schedule.engine["max_batch"] for turn in work)
+    work, usages = engine.work or [], [u for one in ran for u in one.usages]
     total = sum(usages, Usage(segments_wasted=0))
     assert engine.stats()["usage"] == {name: getattr(total, name) for name in Usage.__slots__}
-    if any(one.aborted for one in ran):
-        return  # what an abort cut short was run, but not read
+    assert all(turn.prefill_rows <= schedule.engine["max_batched_tokens"] for turn in work)
+    assert all(turn.decode_rows <= schedule.engine["max_batch"] for turn in work)
+    rows = sum(turn.decode_rows for turn in work), sum(turn.prefill_rows for turn in work)
+    ran_in_all = total.segments_executed + total.segments_prefill + total.segments_wasted
+    # Where rows end on the device the host plans some that do not run.
+    assert sum(rows) >= ran_in_all if schedule.engine.get("signals") == "resident" else sum(rows) == ran_in_all
+    if schedule.engine.get("signals", "sync") != "sync":
+        assert sum(turn.readout_rows for turn in work) >= total.output_tokens
+        return
+    assert rows == (total.segments_executed, total.segments_prefill) and total.segments_wasted == 0
+    assert sum(turn.readout_rows for turn in work) == total.output_tokens
+    if not any(one.aborted for one in ran):  # what an abort cuts short is run, but not read
+        _check_depths(engine, ran, schedule, total)
+
+
+def _check_depths(engine: Engine, ran: list[Ran], schedule: Schedule, total: Usage) -> None:
+    """What follows from the depths alone: segments read, copies, and how much was attended to."""
+    work, segments = engine.work or [], engine.model.shape.segments
     read, copies, attended = 0, Counter[int](), 0
     for ask, one in zip(schedule.asked, ran, strict=True):
         free = not ask.forced and ask.settings.get("first_token") != "policy"  # the first token came from the prefill
-        prefilled = len(ask.prompt) - (not free)
-        attended += segments * prefilled * (prefilled + 1) // 2
+        prefilled, shared = len(ask.prompt) - (not free), one.shared
+        attended += segments * (prefilled * (prefilled + 1) - shared * (shared + 1)) // 2
         for depths in one.decoded:
             executed = [segments if schedule.fill == "full" else depth for depth in depths[free:]]
             read += sum(depths[free:])
             copies.update(depth for depth in executed if depth < segments and schedule.fill == "last_exited")
             attended += sum(count * (prefilled + n) for n, count in enumerate(executed, start=1))
-    assert total.segments_read == read and total.segments_wasted == 0
+    assert total.segments_read == read
     assert Counter(depth for turn in work for depth in turn.copies) == copies
     assert sum(turn.attended for turn in work) == attended

@@ -1,0 +1,122 @@
+"""Every tensor that belongs to a request, by slot: hidden rows, policy states, sampling settings, K/V pages.
+
+A request's state goes in and out whole: what `save` keeps and `Seat` brings back is everything that the next segment
+reads. Shape suffixes: S slots, others as in `models.base`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anydepth.engine.plan import Copy, Grow, Move, Save, Seat, Sequence
+from anydepth.engine.sampling import Sampler
+from anydepth.exits.base import Policy
+from anydepth.models.base import Model
+from anydepth.ops.fill import Fill
+from anydepth.ops.kv import KVMap, KVPool
+
+
+class Saved(NamedTuple):
+    """A preempted request in host memory: its K/V in all planes, its rows of the pools, its prompt chunk on the way."""
+
+    kv: Tensor
+    rows: list[Tensor]
+    state: Tensor | None
+    chunk: Tensor | None
+
+
+class Slots:
+    """Pools of `slots` rows on one device. `context` is the most positions a slot may hold.
+
+    h_Sd: what a decode row carries into its next segment. kept_h_Sd, kept_depth_S: the state a token will be read from
+    where that is not its latest one, and its depth (0: none yet).
+    """
+
+    def __init__(self, model: Model, fill: Fill, *, slots: int, pages: int, page_size: int, context: int) -> None:
+        self.model, self.device = model, model.device
+        shape = model.shape
+        self.pool = KVPool(shape, fill.planes(shape), pages, page_size, dtype=model.dtype, device=model.device)
+        self.map = KVMap(self.pool, slots, context)
+        self.h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, device=model.device)
+        self.kept_h_Sd = torch.zeros_like(self.h_Sd)
+        self.kept_depth_S = torch.zeros(slots, dtype=torch.int64, device=model.device)
+        self.states: dict[Policy, Tensor] = {}
+        self.chunks: dict[int, Tensor] = {}
+        self.sampler = Sampler(slots, context, shape.vocab, model.device)
+
+    def __len__(self) -> int:
+        return len(self.h_Sd)
+
+    def index(self, values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+
+    def move(self, moves: Iterable[Move]) -> None:
+        """Carry out what the scheduler decided about slots and pages, in its order."""
+        for move in moves:
+            match move:
+                case Seat(sequence, slot, pages):
+                    self._seat(sequence, slot, pages)
+                case Save(sequence, slot, pages):
+                    sequence.saved = self._save(sequence, slot, pages)
+                case Grow(slot, at, pages):
+                    self.map.give(slot, at, pages)
+                case Copy(source, target):
+                    self._copy(source, target)
+
+    def vacate(self, slot: int) -> None:
+        """Let go of the chunk that an aborted request had on its way; what is left of it is written over."""
+        self.chunks.pop(slot, None)
+
+    def rows(self) -> list[Tensor]:
+        """The pools that hold one row a slot, but for the policies' and the sampler's."""
+        return [self.h_Sd, self.kept_h_Sd, self.kept_depth_S]
+
+    def _seat(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> None:
+        """Write what a request brings into its slot. Nothing of the slot's former tenant is read again."""
+        request = sequence.request
+        self.map.seat(slot, pages)
+        self.sampler.seat(slot, request)
+        if sequence.saved is not None:
+            self._bring_back(sequence, slot, pages)
+            return
+        self.h_Sd[slot] = self.model.embed(self.index([request.prompt_ids[-1]]))[0]
+        policy = request.policy
+        assert isinstance(policy, Policy)
+        if policy.needs != "nothing":
+            numbers = policy.parameters(request.sampling, request.bounds, self.model.shape.segments)
+            state = policy.start(torch.tensor([numbers], dtype=torch.float64, device=self.device))
+            self._write_state(policy, slot, state[0])
+
+    def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:
+        """A policy's state of one slot; columns that are tallied over all requests go on."""
+        pool = self.states.setdefault(policy, state.new_zeros(len(self), len(state)))
+        for column in policy.tallies.values():
+            state[column] = pool[slot, column]
+        pool[slot] = state
+
+    def _save(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> Saved:
+        policy = sequence.request.policy
+        state = self.states[policy][slot].cpu().clone() if policy in self.states else None  # type: ignore[index]
+        chunk = self.chunks.pop(slot, None)
+        kv = self.pool.data.index_select(2, self.map.storage(pages)).cpu()
+        rows = [pool[slot].cpu().clone() for pool in self.rows()]
+        return Saved(kv, rows, state, None if chunk is None else chunk.cpu().clone())
+
+    def _bring_back(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> None:
+        saved, policy = sequence.saved, sequence.request.policy
+        self.pool.data.index_copy_(2, self.map.storage(pages), saved.kv.to(self.device))
+        for pool, row in zip(self.rows(), saved.rows, strict=True):
+            pool[slot] = row.to(self.device)
+        if saved.state is not None:
+            self._write_state(policy, slot, saved.state.to(self.device))  # type: ignore[arg-type]
+        if saved.chunk is not None:
+            self.chunks[slot] = saved.chunk.to(self.device)
+        sequence.saved = None
+
+    def _copy(self, source: int, target: int) -> None:
+        at = self.map.storage((source, target)).view(self.pool.planes, 2, -1)
+        self.pool.data.index_copy_(2, at[:, 1].flatten(), self.pool.data.index_select(2, at[:, 0].flatten()))
