@@ -146,7 +146,7 @@ def host_ms(model: Model, prompts: list[list[int]], sampling: Sampling) -> float
     owners = [
         (model, ("embed", "segment", "signal", "readout")),
         (policy, ("decide",)),
-        (engine.runner.sampler, ("choose",)),
+        (engine.slots.sampler, ("choose",)),
         (engine.runner.fill, ("leave",)),
     ]
     for owner, names in owners:

@@ -116,6 +116,10 @@ class Watch:
                 self.planes[request].append(planes_of(self.engine, pages[request.id], positions))
         return chunks
 
+    def of(self, id: str) -> list[torch.Tensor]:
+        """Logits of the latest request of that id."""
+        return [logits for request, logits in self.logits.items() if request.id == id][-1]
+
     def answer(self, request: Request, output: Output) -> SimpleNamespace:
         """An output with what was seen of it, for `compare`. An aborted one has no ending to compare."""
         names = ["token_ids", "depths", "logprobs", "logprobs_mode", "prompt_ids"]

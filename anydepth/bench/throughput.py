@@ -178,7 +178,9 @@ def run_cell(
     peak = watch_peak(model.device)
     positions = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
     pages = concurrency * (positions // PAGE_SIZE + 1)
-    engine = Engine(model, fill=cell.fill, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages)
+    engine = Engine(
+        model, fill=cell.fill, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages, prefix_sharing=False
+    )
     engine.work = []
     requests = matched_requests(engine, cell, prompts, lengths, seed=seed)
     seen = closed_loop(engine, requests, concurrency=concurrency, settle=settle_on(model.device))

@@ -76,9 +76,7 @@ def make_policy(
     if any(not 1 <= d <= segments for d in trace or ()):
         raise ValueError(f"trace {trace}; allowed: depths 1..{segments}")
     released = gate_dtype == "bfloat16"
-    return Policy(
-        name, segments, min_depth, high, depth or 0, exit_threshold, tuple(trace or ()), released, delayed
-    )
+    return Policy(name, segments, min_depth, high, depth or 0, exit_threshold, tuple(trace or ()), released, delayed)
 
 
 @dataclass

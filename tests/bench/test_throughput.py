@@ -72,7 +72,7 @@ def test_an_engine_is_gone_when_its_run_is_over(model, monkeypatch):
     class Watched(Engine):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            made.append(weakref.ref(self.runner.pool.data))
+            made.append(weakref.ref(self.slots.pool.data))
 
     monkeypatch.setattr("anydepth.bench.throughput.Engine", Watched)
     gc.disable()

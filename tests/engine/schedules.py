@@ -303,7 +303,7 @@ def _run(engine: Engine, schedule: Schedule) -> list[Ran]:
         if turn in squeezes and running:
             engine.scheduler.preempt(running[squeezes[turn] % len(running)])
         for chunk in engine.step():
-            # Of several with one id, the earliest that has not ended: the last chunk of one comes before any of the next.
+            # Of several with one id, the earliest that has not ended: its last chunk comes before any of the next.
             one = next(ran[n] for n, name in enumerate(names) if name == chunk.request_id and ran[n].output is None)
             one.streamed += [(chunk.token_id, chunk.depth)] * (chunk.token_id is not None)
             one.scores += [chunk.score] * (chunk.score is not None)

@@ -128,7 +128,7 @@ def busy_engine(kind="looped") -> tuple[Reference, Engine, Watch]:
 
 
 def snapshot(engine: Engine) -> tuple:
-    return engine.pages.in_use, list(engine.scheduler.running), list(engine.scheduler.waiting), engine.scheduler.turn
+    return engine.pages.in_use, list(engine.scheduler.running), list(engine.scheduler.sequences), engine.scheduler.turn
 
 
 def assert_goes_on(reference, engine, watch):
@@ -136,7 +136,7 @@ def assert_goes_on(reference, engine, watch):
     output = drain(engine)["other"]
     lone = expected(reference, (PROMPT, {"max_tokens": 6}), fill=engine.fill.name)
     assert (list(output.token_ids), list(output.depths)) == (lone.token_ids, lone.depths)
-    for got, wanted in zip(watch.logits["other"], lone.logits, strict=True):
+    for got, wanted in zip(watch.of("other"), lone.logits, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
     (output,) = drain(engine, [engine.prepare([1, 2], Sampling(max_tokens=3))]).values()
     assert list(output.token_ids) == expected(reference, ([1, 2], {"max_tokens": 3}), fill=engine.fill.name).token_ids
@@ -183,7 +183,7 @@ def test_an_id_in_use_is_refused_while_it_is():
     """While it runs and while it waits; when it has ended it is free."""
     reference, engine, watch = busy_engine()
     engine.submit(PROMPT, Sampling(max_tokens=20), id="waits")  # there are no pages left for it
-    assert list(engine.scheduler.waiting) == ["waits"]
+    assert [sequence.request.id for sequence in engine.scheduler.waiting] == ["waits"]
     for id in ("other", "waits"):
         with pytest.raises(ValueError, match=f"request id '{id}' is in use; give another or abort the first"):
             engine.submit(PROMPT, Sampling(max_tokens=1), id=id)

@@ -5,12 +5,9 @@ A fault replaces one piece of a function's text. Where the text is no longer the
 
 from __future__ import annotations
 
-import inspect
-import textwrap
-from collections.abc import Callable
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -20,13 +17,16 @@ from anydepth.engine.plan import Sequence
 from anydepth.engine.runner import Runner
 from anydepth.engine.sampling import Sampler
 from anydepth.engine.scheduler import Scheduler
+from anydepth.engine.slots import Slots
 from anydepth.engine.text import TextStream
+from anydepth.engine.waiting import Waiting
 from anydepth.exits import base, gate_cdf
 from anydepth.models import load
 from anydepth.ops import kv
 from anydepth.ops.kv import KVMap, KVPool, TurnKV
 from anydepth.types import Sampling
 from tests.engine import test_errors, test_sampling, test_scheduler, test_text, test_traps
+from tests.engine.planting import Fault, notice
 from tests.engine.schedules import VOCABULARY, Asked, Schedule, play
 from tests.exits import test_policies
 from tests.helpers import assert_lone_runs, drain, poison, score_verdicts, twins
@@ -63,7 +63,7 @@ def aborted_in_prefill() -> None:
 
 def two_prompts_of_five() -> None:
     """`play` counts every turn's rows against the cap of three."""
-    asked = tuple(Asked(0, (1, 2, 3, 4, 5), ONE) for _ in range(2))
+    asked = tuple(Asked(0, (n, 2, 3, 4, 5), ONE) for n in range(2))
     options = {"max_batch": 2, "page_size": 4, "kv_pages": 9, "max_batched_tokens": 3}
     play(Schedule("looped", 0, {"vocab_size": VOCABULARY}, None, "float64", "full", (), options, asked))
 
@@ -81,16 +81,6 @@ def the_same_request_twice() -> None:
     engine = poison(Engine(twins(seed=4)[0], max_batch=2))
     first, second = drain(engine, [engine.prepare(prompt(4), Sampling(**SAMPLED)) for _ in range(2)]).values()
     assert first.token_ids == second.token_ids
-
-
-class Fault(NamedTuple):
-    """In `owner.name`, `old` becomes `new`; `check` must fail then, and only then."""
-
-    owner: Any
-    name: str
-    old: str
-    new: str
-    check: Callable[..., None]
 
 
 depth_1 = partial(lone, (5, {"max_tokens": 5, "depth": 1}))
@@ -122,15 +112,14 @@ FAULTS = {
         KVMap, "_plane", "(depth - 1) * self.pool.positions", "0 * depth", partial(lone, (5, TWO))
     ),
     "beyond a row's length its pages are read": Fault(
-        KVMap, "turn", "torch.where(seen, table, 0)", "table", partial(lone, (9, TWO), (2, TWO))
+        KVMap, "decode_rows", "torch.where(seen, table, 0)", "table", partial(lone, (9, TWO), (2, TWO))
     ),
-    "a row does not see itself": Fault(KVMap, "turn", "<= positions_B", "< positions_B", together),
+    "a row does not see itself": Fault(KVMap, "decode_rows", "<= positions_B", "< positions_B", together),
     "a chunk's rows see the next one": Fault(
         kv, "causal_mask", "context - rows + 1", "context - rows + 2", partial(lone, (5, ONE))
     ),
     "rows of a slot stay on its former tenant's pages": Fault(
-        KVMap, "seat", "self.table[slot, : len(storage)] = storage", "self.table[slot, : len(storage)] += storage",
-        tenants,
+        KVMap, "give", "at * size + len(storage)] = storage", "at * size + len(storage)] += storage", tenants
     ),
     "values are keys": Fault(TurnKV, "attend", "self.write_N, v_NGD", "self.write_N, k_NGD", partial(lone, (3, ONE))),
     "query heads of decode rows read another group's keys": Fault(
@@ -139,15 +128,15 @@ FAULTS = {
     "query heads of a chunk read another group's keys": Fault(
         kv, "attend_chunk", "(q_nHD, k_TGD, v_TGD)", "(q_nHD, k_TGD.flip(1), v_TGD)", partial(lone, (3, ONE))
     ),
-    "a slot's pages still count as a row after the former tenant's did": Fault(
-        KVMap, "seat", "self._run.pop(slot, None)", "pass",
+    "a slot's pages count as lying in a row when they do not": Fault(
+        KVMap, "give", "if at == count and", "if at == count or",
         partial(lone, (5, ONE), (5, {"max_tokens": 12}), (9, TWO), max_batch=2, page_size=4),
     ),
     "a finished request keeps its pages": Fault(
-        Scheduler, "_finish", "self.pages.give_back(sequence.pages)", "pass", partial(lone, (3, ONE))
+        Scheduler, "_let_go", "self.pages.give_back(sequence.pages)", "pass", partial(lone, (3, ONE))
     ),
     "an aborted prompt leaves its chunk behind": Fault(
-        Runner, "vacate", "self.chunks.pop(slot, None)", "pass", aborted_in_prefill
+        Slots, "vacate", "self.chunks.pop(slot, None)", "pass", aborted_in_prefill
     ),
     # -- depth --------------------------------------------------------------------------------------------------------
     "the product of a token goes on in the next one": Fault(
@@ -166,18 +155,18 @@ FAULTS = {
         partial(test_traps.test_02_a_gate_that_never_fires_means_full_depth, "last_exited"),
     ),
     "a slot keeps its former tenant's policy state": Fault(
-        Runner, "_seat", "pool[slot] = state[0]", "pool[slot] = state[0] if not pool[slot].any() else pool[slot]",
+        Slots, "_write_state", "pool[slot] = state", "pool[slot] = state if not pool[slot].any() else pool[slot]",
         tenants,
     ),
     "a snapshot of one token stands for the next": Fault(
-        Runner, "_snapshot", "torch.where(depth == 1, 0, self.read_depth_S[slots])", "self.read_depth_S[slots]",
+        Runner, "_snapshot", "torch.where(depth == 1, 0, depths[slots])", "depths[slots]",
         gated_full,
     ),
     "full reads the last state, not the snapshot": Fault(
-        Runner, "_leave_full", "h_Ld[self._index(early)] = self.read_h_Sd[slots]", "pass", gated_full
+        Runner, "_leave_full", "h_Ld[self._index(early)] = self.slots.kept_h_Sd[slots]", "pass", gated_full
     ),
     "the first snapshot is written over": Fault(
-        Runner, "_snapshot", "take_B[watched] & (before == 0)", "take_B[watched]",
+        Runner, "_snapshot", "(leaves | last) & (before == 0)", "leaves | last",
         partial(lone, (5, GATED | {"exit_threshold": 0.3}), fill="full"),
     ),
     # -- who runs when ------------------------------------------------------------------------------------------------
@@ -188,19 +177,18 @@ FAULTS = {
         Scheduler, "_cut_chunks", "room, self.prefill_rows or room", "512", two_prompts_of_five
     ),
     "the deepest rows always go first": Fault(
-        Scheduler, "next", "key=lambda s: s.ready_since", "key=lambda s: s.depth",
+        Scheduler, "_plan", "key=lambda s: s.ready_since", "key=lambda s: s.depth",
         partial(test_scheduler.test_no_ready_row_of_a_layered_model_waits_more_than_two_rounds, 4),
     ),
-    "small requests overtake large ones": Fault(
-        Scheduler, "_admit", "request = next(iter(self.waiting.values()))",
-        "request = min(self.waiting.values(), key=self.positions_of)",
-        test_scheduler.test_the_first_to_come_is_the_first_admitted,
+    "small requests overtake large ones without end": Fault(
+        Waiting, "take", "other.overtaken >= BYPASSES", "False",
+        test_scheduler.test_a_large_request_is_overtaken_so_often_and_no_more,
     ),
     "positions count from one": Fault(
         Sequence, "position", "return self.prefill_end", "return 1 + self.prefill_end", partial(lone, (3, TWO))
     ),
     "a layered turn takes rows of every depth": Fault(
-        Scheduler, "next", "if s.depth == segment]", "]", one_after_the_other
+        Scheduler, "_plan", "if s.depth == segment]", "]", one_after_the_other
     ),
     "an error in a turn leaves requests behind": Fault(
         Engine, "step", 'self._drop(request_id, "error")', "pass",
@@ -208,7 +196,7 @@ FAULTS = {
     ),
     # -- tokens -------------------------------------------------------------------------------------------------------
     "a row's uniform depends on its slot": Fault(
-        Sampler, "_draw", "len(sequences[j].token_ids) for j in drawn", "sequences[j].slot for j in drawn",
+        Sampler, "_draw", "draws[j].output for j in drawn", "draws[j].slot for j in drawn",
         the_same_request_twice,
     ),
     "uniforms do not depend on the seed": Fault(
@@ -275,25 +263,4 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_broken_guard_is_noticed(name, monkeypatch, tmp_path):
-    fault = FAULTS[name]
-    extra = {"monkeypatch": monkeypatch, "tmp_path": tmp_path}
-    arguments = {key: extra[key] for key in inspect.signature(fault.check).parameters if key in extra}
-    fault.check(**arguments)
-    plant(monkeypatch, fault)
-    with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
-        fault.check(**arguments)
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
-    """Give the function the code of its text with `old` replaced; whoever holds the function runs it from now on."""
-    function = plain(inspect.getattr_static(fault.owner, fault.name))
-    source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(fault.old) == 1, f"{fault.old!r} is {source.count(fault.old)} times in {function.__qualname__}"
-    made: dict[str, Any] = {}
-    exec(compile(source.replace(fault.old, fault.new), "<fault>", "exec"), function.__globals__, made)
-    monkeypatch.setattr(function, "__code__", plain(made[fault.name]).__code__)
-
-
-def plain(found: Any) -> Any:
-    """The function inside a property or a decorator."""
-    return inspect.unwrap(found.fget if isinstance(found, property) else found)
+    notice(FAULTS[name], monkeypatch, tmp_path)

@@ -38,7 +38,7 @@ def load(tmp_path):
 def assert_nothing_held(llm):
     stats = llm.stats()
     assert (stats["running"], stats["waiting"], stats["pages_in_use"]) == (0, 0, 0)
-    assert not llm._inbox and not llm._mail and not llm.engine.runner.chunks
+    assert not llm._inbox and not llm._mail and not llm.engine.slots.chunks
 
 
 @KINDS
@@ -134,10 +134,12 @@ def test_stream_yields_what_generate_returns(load, kind, stop):
     for parts, output in zip(chunks.values(), outputs, strict=True):
         assert [c.token_id for c in parts] == list(output.token_ids)
         assert [c.depth for c in parts] == list(output.depths)
-        assert [c.logprob for c in parts] == list(output.logprobs)
+        # The second time the prompt's beginning is there already, which may round its last position another way.
+        assert [c.logprob for c in parts] == pytest.approx(output.logprobs, abs=1e-12)
         assert "".join(c.text for c in parts) == output.text == parts[-1].output.text
         assert [c.finish_reason for c in parts] == [None] * (len(parts) - 1) + [output.finish_reason]
-        assert replace(parts[-1].output, request_id="") == replace(output, request_id="")
+        same = {"request_id": "", "logprobs": None, "usage": None}
+        assert replace(parts[-1].output, **same) == replace(output, **same)
     assert_nothing_held(llm)
 
 
@@ -283,7 +285,7 @@ def test_stats_count_what_was_done(load):
     }
     assert stats["finished"] == {"length": 3} and stats["turns"] > 0
     assert (stats["fill"], stats["segments"], stats["pages"], stats["pages_peak"]) == ("last_exited", 4, 60, 3)
-    assert stats["kv_bytes"] == llm.engine.runner.pool.data.nbytes
+    assert stats["kv_bytes"] == llm.engine.slots.pool.data.nbytes
     assert sum(o.usage.segments_prefill for o in outputs) == 24
 
 
@@ -314,7 +316,11 @@ def test_flips_of_the_released_gate_arithmetic_are_counted_over_all_requests(loa
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"signals": "exact"}, "signals is 'exact'; allowed: 'sync'"),
+        ({"signals": "exakt"}, "unknown signals 'exakt'; did you mean 'exact'"),
+        ({"signals": "exact", "fill": "shared"}, "'exact' does not go with fill 'shared': round k . 1 has overwritten"),
+        ({"lateness": 1}, "lateness is 1, but signals 'sync' are never late"),
+        ({"signals": "exact", "lateness": 4}, "lateness is 4; allowed: whole turns, 0 .. 3"),
+        ({"host_kv_bytes": 1}, "host_kv_bytes is 1; one request of 128 positions may need"),
         ({"heads": "x"}, "unknown option of LLM 'heads'"),
         ({"max_batchs": 3}, "did you mean 'max_batch'"),
         ({"kv_pages": 0}, "kv_pages is 0"),

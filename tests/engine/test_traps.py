@@ -17,7 +17,7 @@ from anydepth.engine.text import TextStream
 from anydepth.exits import gate_cdf
 from anydepth.types import Sampling
 from tests.equality import assert_equal
-from tests.helpers import Watch, assert_lone_runs, drain, expected, planes_of, poison, storage, twins
+from tests.helpers import Watch, assert_lone_runs, drain, expected, planes_of, poison, twins
 from tests.models.checkpoints import write_folder, write_tokenizer
 
 FILLS = ["full", "last_exited", "shared"]
@@ -88,7 +88,7 @@ def test_04_teacher_forced_readout_equals_the_truncated_model(kind, segments, fi
         drain(engine, [engine.prepare(ids[:1], Sampling(depth=depth), forced=[ids[1:]], id="a")])
         truncated = reference.truncated_logits(ids[:-1], depth)
         for position in (0, 5, 63):
-            torch.testing.assert_close(watch.logits["a"][position], truncated[position], rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(watch.of("a")[position], truncated[position], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("page_size, max_batched_tokens", [(1, 1), (2, 3), (3, 512), (4, 2), (16, 5)])
@@ -125,7 +125,7 @@ def test_07_padding_writes_nothing_and_asks_nothing(fill):
     signal and readout belongs to a row."""
     model, reference = twins(seed=4)
     engine = Engine(model, fill=fill, page_size=4, kv_pages=16, max_batch=4)
-    pool, engine.work = engine.runner.pool, []
+    pool, engine.work = engine.slots.pool, []
     pool.data[:, :, pool.page_size :] = math.nan
     asks = [(prompt, {"max_tokens": 4, "exit_threshold": 0.5}) for prompt in PROMPTS.values()]
     requests = [engine.submit(prompt, Sampling(**settings)) for prompt, settings in asks]
@@ -136,8 +136,8 @@ def test_07_padding_writes_nothing_and_asks_nothing(fill):
     unwritten[: pool.page_size] = False
     for request in requests:
         positions = len(request.prompt_ids) + 3
-        for plane in range(pool.planes):
-            unwritten[storage(engine, pages[request.id], plane)[:positions]] = False
+        for plane in engine.slots.map.storage(pages[request.id]).view(pool.planes, -1):
+            unwritten[plane[:positions]] = False
         assert not any(x.isnan().any() for pair in planes_of(engine, pages[request.id], positions) for x in pair)
     assert pool.data[:, :, unwritten].isnan().all()
     assert (pool.data[:, :, : pool.page_size] == 0).all()
@@ -159,12 +159,12 @@ def test_08_the_same_id_again_right_after_an_abort(steps):
         engine.step()
     assert engine.abort("a") and not engine.abort("a")
     watch.logits.clear()
-    engine.submit(PROMPTS[7], Sampling(**settings), id="a")
+    again = engine.submit(PROMPTS[7], Sampling(**settings), id="a")
     first, *chunks = [chunk for _ in range(60) for chunk in engine.step()]
     assert first.finish_reason == "abort" and first.output.prompt_ids == tuple(PROMPTS[12])
     assert all(chunk.output is None for chunk in chunks[:-1])
     lone = expected(reference, (PROMPTS[7], settings), fill="last_exited")
-    assert_equal(lone, watch.answer(chunks[-1].output))
+    assert_equal(lone, watch.answer(again, chunks[-1].output))
 
 
 def test_09_a_pool_for_one_and_a_half_requests_serves_three():
@@ -173,10 +173,11 @@ def test_09_a_pool_for_one_and_a_half_requests_serves_three():
     asks = [Sampling(max_tokens=12, exit_threshold=0.5, temperature=1.0, seed=n) for n in range(3)]
     found = {}
     for name, kv_pages in (("tight", 9), ("roomy", 100)):
-        engine = poison(Engine(model, page_size=4, kv_pages=kv_pages))
+        engine = poison(Engine(model, page_size=4, kv_pages=kv_pages, prefix_sharing=False))
         outputs = drain(engine, [engine.prepare(PROMPTS[12], ask, id=str(ask.seed)) for ask in asks])
         found[name] = [(outputs[key].token_ids, outputs[key].depths, outputs[key].usage) for key in sorted(outputs)]
-        assert engine.stats()["pages_peak"] == (6 if name == "tight" else 18)
+        stats = engine.stats()
+        assert stats["pages_peak"] <= kv_pages and (stats["preempted"] > 0) == (name == "tight")
     assert found["tight"] == found["roomy"]
     for _, depths, usage in found["tight"]:
         assert usage.segments_executed == sum(depths[1:]) <= 4 * 11 and usage.segments_prefill == 4 * 12

@@ -320,7 +320,7 @@ def test_every_option_is_taken_as_lm_eval_writes_it():
     settings = lm.get_model_info()["anydepth"]["settings"]
     assert {"policy": "gate_cdf", "exit_threshold": 0.5, "max_depth": 3, "min_depth": 1}.items() <= settings.items()
     assert {"fill": "full", "dtype": "float64", "device": "cpu"}.items() <= settings.items()
-    assert len(lm.engine.runner.h_Sd) == 4
+    assert len(lm.engine.slots) == 4
     trace = AnydepthLM.create_from_arg_obj({"model": "nano", "trace": [4, 1, 2], "max_tokens": 3})
     answers(trace, (PROMPT, {}))
     assert trace.get_model_info()["anydepth"]["depths"]["generate_until"]["segments_read_per_question"] == 3

@@ -58,6 +58,30 @@ def test_a_slots_positions_follow_its_pages_in_order():
     assert kv.table[0].tolist() == [0] * 10
 
 
+def test_a_slot_grows_page_by_page():
+    """Storage stays a slice while its pages lie in a row, and not a page longer."""
+    kv = KVMap(pool(), slots=2, max_positions=16)
+    kv.seat(0, (2,))
+    kv.give(0, 1, (3,))
+    assert kv.table[0, :8].tolist() == list(range(8, 16)) and kv.chunk(0, 0, 7, 1).storage_T == slice(8, 15)
+    kv.give(0, 2, (1,))
+    assert kv.table[0, 8:12].tolist() == [4, 5, 6, 7]
+    assert kv.chunk(0, 0, 9, 2).storage_T.tolist() == [POSITIONS + n for n in (*range(8, 16), 4)]
+    kv.seat(0, (5,))
+    assert kv.chunk(0, 0, 4, 1).storage_T == slice(20, 24)
+
+
+def test_rows_that_do_not_run_write_to_the_scratch_page_and_see_zeros():
+    made = pool()
+    kv = KVMap(made, slots=3, max_positions=16)
+    kv.seat(0, (1,))
+    kv.seat(1, (2,))
+    runs = torch.tensor([True, False])
+    write, storage, mask = kv.decode_rows(torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([1, 2]), 3, runs)
+    assert write.tolist() == [6, made.scratch] and storage.tolist() == [[4, 5, 6], [0, 0, 0]]
+    assert (mask[:, 0, 0] == 0).tolist() == [[True, True, True], [True, False, False]]
+
+
 def test_each_row_reads_its_own_positions_in_its_own_plane_and_nothing_else():
     """A short row at depth 3 beside a long one at depth 1, everything else NaN: attention over equal keys is the mean
     of the values a row sees, and the short row's padding adds nothing."""

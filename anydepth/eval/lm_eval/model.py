@@ -244,7 +244,7 @@ class AnydepthLM(TemplateLM):
             cut += len(ids) > room
             groups.setdefault(tuple(ids[-room:]), []).append(at)
         self._warn_of_cuts(cut, len(requests))
-        share = -(-len(requests) // len(self.engine.runner.h_Sd)) or 1
+        share = -(-len(requests) // len(self.engine.slots)) or 1
         sampling, prepared, order = Sampling(**{**self._arm, "stop": ()}), [], {}
         for prompt, every in groups.items():
             for members in (every[start : start + share] for start in range(0, len(every), share)):
