@@ -24,7 +24,7 @@ class Buffer:
         pinned = device.type == "cuda"
         self.token, self.depth = (torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
         self.logprob = torch.zeros(size, dtype=torch.float64, pin_memory=pinned)
-        self.leaves, self.ran = (torch.zeros(size, dtype=torch.bool, pin_memory=pinned) for _ in range(2))
+        self.leaves = torch.zeros(size, dtype=torch.bool, pin_memory=pinned)
         self.done: Any = torch.cuda.Event() if pinned else None
         self.unread = 0
         self._lists: dict[str, list[Any]] = {}
@@ -65,10 +65,10 @@ class Buffers:
 
 
 class Ticket:
-    """One sequence's outcome in a turn's buffer: where its token stands, and where the answer to its row. Where rows
-    decide on the device (`resident`), the same place also says whether the row ran and whether there is a token."""
+    """One sequence's outcome in a turn's buffer: where its token stands, and where the answer to its row. A row that
+    decides on the device (`if_left`) has a token only where that answer is yes."""
 
-    __slots__ = ("_at", "_buffer", "_buffers", "_leave_at", "_resident", "row", "sequence")
+    __slots__ = ("_buffer", "_buffers", "_if_left", "_leave_at", "_read_at", "row", "sequence")
 
     def __init__(
         self,
@@ -79,25 +79,23 @@ class Ticket:
         read_at: int | None = None,
         row: Row | None = None,
         leave_at: int | None = None,
-        resident: bool = False,
+        if_left: bool = False,
     ) -> None:
-        self.sequence, self.row, self._resident = sequence, row, resident
-        self._buffers, self._buffer, self._at, self._leave_at = buffers, buffer, read_at, leave_at
+        self.sequence, self.row, self._if_left = sequence, row, if_left
+        self._buffers, self._buffer, self._read_at, self._leave_at = buffers, buffer, read_at, leave_at
         buffer.unread += 1
 
     def open(self) -> Outcome:
         """The outcome, once. The buffer goes back when all of its tickets were opened."""
-        buffer, at, read, ran = self._buffer, self._at, None, True
-        if at is not None and self._resident:
-            ran = buffer.read("ran", at)
-        if at is not None and (not self._resident or buffer.read("leaves", at)):
+        buffer, at, read = self._buffer, self._read_at, None
+        leaves = None if self._leave_at is None else buffer.read("leaves", self._leave_at)
+        if at is not None and (leaves or not self._if_left):
             logprob = buffer.read("logprob", at) if self.sequence.reports_logprob else None
             read = Read(buffer.read("token", at), buffer.read("depth", at), logprob, True)
-        leaves = None if self._leave_at is None else buffer.read("leaves", self._leave_at)
         buffer.unread -= 1
         if buffer.unread == 0:
             self._buffers.give_back(buffer)
-        return Outcome(self.sequence, read, self.row, leaves, ran)
+        return Outcome(self.sequence, read, self.row, leaves)
 
 
 class Completions:

@@ -106,7 +106,7 @@ class LateRunner(Runner):
     def _snapshot(self, slots: Tensor, depth: Tensor, h: Tensor, leaves: Tensor, last: Tensor) -> None:
         """`delayed` reads one round after the policy said so: -1 stands for "said so", until then."""
         if not self.reads_late:
-            super()._snapshot(slots, depth, h, leaves, last)
+            Runner._snapshot(self, slots, depth, h, leaves, last)
             return
         pool, depths = self.slots.kept_h_Sd, self.slots.kept_depth_S
         before = torch.where(depth == 1, 0, depths[slots])

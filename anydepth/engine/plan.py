@@ -193,14 +193,12 @@ class Result:
 
 class Outcome(NamedTuple):
     """What the host learns late of one sequence's part of a turn: the token with which it left as the turn began, the
-    row of the plan, whether its policy says that it leaves at that row's depth (None: nobody asked), and whether the
-    row ran at all: one that decides on the device may have ended before."""
+    row of the plan, and whether its policy says that it leaves at that row's depth (None: nobody asked)."""
 
     sequence: Sequence
     read: Read | None
     row: Row | None
     leaves: bool | None
-    ran: bool
 
 
 @dataclass(frozen=True, slots=True)

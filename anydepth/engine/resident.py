@@ -38,7 +38,7 @@ class ResidentScheduler(Scheduler):
         sequence.ahead -= row.last or not row.prefill
         if row.prefill:
             sequence.usage.segments_prefill += row.length
-        elif outcome.ran:
+        else:
             sequence.usage.segments_executed += 1
             sequence.depth += 1
         if read is None:

@@ -153,7 +153,6 @@ class ResidentRunner:
     def _tickets(self, decode: tuple[Row, ...], prompts: tuple[Row, ...], given: Given) -> list[Ticket]:
         """Send the turn's outcomes on their way: one ticket a row."""
         buffer = self.buffers.take()
-        buffer.write("ran", torch.cat((given.ran_B, given.left_L[len(given.ran_B) :])))
         buffer.write("leaves", given.left_L)
         buffer.write("token", given.token_L)
         buffer.write("depth", given.depth_L)
@@ -167,7 +166,7 @@ class ResidentRunner:
             places.append(at if row.last else None)
             at += row.last
         return [
-            Ticket(row.sequence, self.buffers, buffer, read_at=at, row=row, resident=True)
+            Ticket(row.sequence, self.buffers, buffer, read_at=at, row=row, leave_at=at, if_left=True)
             for row, at in zip((*decode, *prompts), places, strict=True)
         ]
 

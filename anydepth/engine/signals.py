@@ -44,7 +44,8 @@ class Mode(NamedTuple):
         """ValueError, with the reason, where the mode cannot keep its promise."""
         if self.name == "resident" and not shape.shared_weights:
             raise ValueError(
-                "signals 'resident' is for looped models, whose rows of any depth share a turn; allowed here: 'sync', 'delayed', 'exact'"
+                "signals 'resident' is for looped models, whose rows of all depths share a turn; this one is layered, "
+                "allowed: 'sync', 'delayed', 'exact'"
             )
         if fill.name in self.refuses:
             raise ValueError(f"signals {self.name!r} does not go with fill {fill.name!r}: {self.refuses[fill.name]}")

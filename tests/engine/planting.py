@@ -31,7 +31,7 @@ def notice(fault: Fault, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     plant(monkeypatch, *fault[:4])
     if fault.also:
         plant(monkeypatch, *fault.also)
-    with pytest.raises((AssertionError, LookupError, ValueError, pytest.fail.Exception)):
+    with pytest.raises((AssertionError, LookupError, ValueError, RuntimeError, pytest.fail.Exception)):
         fault.check(**arguments)
 
 

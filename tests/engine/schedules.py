@@ -218,13 +218,24 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
     engine = poison(Engine(model, tokenizer=tokenizer, fill=schedule.fill, eos_ids=eos, **schedule.engine))
     if schedule.late is not None:
         engine.runner.completions = AdversarialCompletions(schedule.late)
-    engine.work = []
+    engine.work, ran_rows = [], [0]
+    if schedule.engine.get("signals") == "resident":
+        submit = engine.runner._submit
+
+        def counted(*rows):
+            given = submit(*rows)
+            ran_rows[0] += int(given.ran_B.sum())
+            return given
+
+        engine.runner._submit = counted
     watch = Watch(engine)
     played = Played(_run(engine, schedule))
     for one in played.ran:
         one.shared = watch.shared.get(one.request, 0)  # some never ran
     assert_empty(engine)
     _check_work(engine, played.ran, schedule)
+    if ran_rows[0]:
+        _check_resident(played.ran, ran_rows[0])
     if with_reference:
         for ask, ran in zip(schedule.asked, played.ran, strict=True):
             judge = _judge_scores if ask.forced else _judge_answer
@@ -279,7 +290,7 @@ def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran
 
 def _run(engine: Engine, schedule: Schedule) -> list[Ran]:
     """Step until all has come and gone."""
-    asked, squeezes = schedule.asked, dict(schedule.squeezes)
+    asked = schedule.asked
     ran, waiting, turn = [Ran() for _ in asked], dict(enumerate(asked)), 0
     names = [str(n) for n in range(len(asked))]  # the id of each; one that takes over has its forerunner's
 
@@ -299,9 +310,9 @@ def _run(engine: Engine, schedule: Schedule) -> list[Ran]:
                 if n + 1 in waiting and asked[n + 1].takes_over and names[n] not in engine.scheduler.sequences:
                     names[n + 1] = names[n]
                     submit(n + 1)
-        running = list(engine.scheduler.running.values())
-        if turn in squeezes and running:
-            engine.scheduler.preempt(running[squeezes[turn] % len(running)])
+        for when, which in schedule.squeezes:
+            if when == turn and (running := list(engine.scheduler.running.values())):
+                engine.scheduler.preempt(running[which % len(running)])
         for chunk in engine.step():
             # Of several with one id, the earliest that has not ended: its last chunk comes before any of the next.
             one = next(ran[n] for n, name in enumerate(names) if name == chunk.request_id and ran[n].output is None)
@@ -334,6 +345,12 @@ def _check_work(engine: Engine, ran: list[Ran], schedule: Schedule) -> None:
     assert sum(turn.readout_rows for turn in work) == total.output_tokens
     if not any(one.aborted for one in ran):  # what an abort cuts short is run, but not read
         _check_depths(engine, ran, schedule, total)
+
+
+def _check_resident(ran: list[Ran], rows: int) -> None:
+    """Rows that really ran on the device: as many as were executed, and no more where the device itself saw the end."""
+    total = sum((usage for one in ran for usage in one.usages), Usage(segments_wasted=0))
+    assert total.segments_executed <= rows <= total.segments_executed + total.segments_wasted
 
 
 def _check_depths(engine: Engine, ran: list[Ran], schedule: Schedule, total: Usage) -> None:
