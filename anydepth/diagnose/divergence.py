@@ -54,7 +54,8 @@ class Margins:
 class Baseline:
     """Batch variance: 99th percentiles of what changes when the same tokens are read at the same depths alone and
     `concurrency` at a time. Over output positions, `logit` of the |difference| of either of the two largest logits,
-    `probability` of either edge of the token's interval (None: greedy); `cdf` over rounds (None: no gate)."""
+    `probability` of either edge of the token's interval (None: greedy); `cdf` over rounds (None: no gate). `most_...`
+    are the largest; no class depends on them, but one difference in a hundred lies above its percentile."""
 
     concurrency: int
     answers: int
@@ -62,6 +63,9 @@ class Baseline:
     logit: float
     probability: float | None = None
     cdf: float | None = None
+    most_logit: float = 0.0
+    most_probability: float | None = None
+    most_cdf: float | None = None
 
 
 class Judge(Protocol):

@@ -78,12 +78,9 @@ class Replayer:
         """Replays all answers alone and together, in every model."""
         answers = [answer for answer in self.answers if answer.token_ids]
         found = [self._variance(model, answers) for model in self.models]
-        return replace(
-            found[0],
-            logit=max(each.logit for each in found),
-            probability=_worst([each.probability for each in found]),
-            cdf=_worst([each.cdf for each in found]),
-        )
+        figures = ("logit", "probability", "cdf", "most_logit", "most_probability", "most_cdf")
+        worst: dict[str, Any] = {name: _worst([getattr(each, name) for each in found]) for name in figures}
+        return replace(found[0], **worst)
 
     def margins(self, pairs: Sequence[tuple[Output, Output, int]]) -> list[Margins]:
         """Replays both answers of every pair up to the position, each alone."""
@@ -117,9 +114,12 @@ class Replayer:
             concurrency=self.concurrency,
             answers=len(answers),
             positions=sum(len(answer.token_ids) for answer in answers),
-            logit=_percentile(np.concatenate(logit)) or 0.0,
+            logit=_percentile(apart := np.concatenate(logit)) or 0.0,
             probability=_percentile(edge),
             cdf=_percentile(cdf),
+            most_logit=float(apart.max(initial=0.0)),
+            most_probability=max(edge, default=None),
+            most_cdf=max(cdf, default=None),
         )
 
     def _replay(self, model: Model, answers: Sequence[Output], concurrency: int) -> Any:

@@ -25,8 +25,10 @@ def print_diagnosis(found: Diagnosis) -> None:
     counts.add_row("the same", str(found.answers - len(found.divergences)))
     console.print(counts)
     console.print(_baseline(found), soft_wrap=True)
-    lines = _table("question", "at", "context", "tokens", "depths", "margin", "gate\nmargin")
-    lines.add_column("class", no_wrap=True)
+    lines = _table()
+    for heading in ("question", "at", "context", "tokens", "depths", "margin", "gate\nmargin", "class"):
+        words = heading in ("context", "class")
+        lines.add_column(heading, no_wrap=not words, min_width=9 if words else None)
     for each in found.divergences:
         answer = f" ({each.answer_index})" if each.answer_index else ""
         margins = each.margins
@@ -63,12 +65,15 @@ def print_bisection(found: Bisection) -> None:
 def _baseline(found: Diagnosis) -> str:
     base = found.baseline
     assert base is not None
-    parts = [f"logits {_number(base.logit)}"]
-    parts += [] if base.probability is None else [f"probabilities {_number(base.probability)}"]
-    parts += [] if base.cdf is None else [f"exit probabilities {_number(base.cdf)}"]
+    figures = (
+        ("logits", base.logit, base.most_logit),
+        ("probabilities", base.probability, base.most_probability),
+        ("exit probabilities", base.cdf, base.most_cdf),
+    )
+    parts = [f"{name} {_number(p99)} ({_number(most)})" for name, p99, most in figures if p99 is not None]
     return (
-        f"Batch variance, {base.concurrency} at a time against one, 99th percentiles over {base.positions} outputs of "
-        f"{base.answers} answers: {', '.join(parts)}"
+        f"Batch variance, {base.concurrency} at a time against one, over {base.positions} outputs of {base.answers} "
+        f"answers, 99th percentile (largest): {', '.join(parts)}"
     )
 
 
