@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anydepth import cli_eval
+from anydepth import cli_diagnose, cli_eval
 from anydepth.cli_options import AsJson, Model, finish
 
 app = typer.Typer(
@@ -19,6 +19,7 @@ app = typer.Typer(
 )
 train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train the embedded looped model and its gate.")
 app.add_typer(cli_eval.app)
+app.add_typer(cli_diagnose.app)
 app.add_typer(train, name="train")
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from anydepth.cli_options import AsJson, Model, finish
+from anydepth.cli_options import AsJson, Model, finish, read_fields
 
 app = typer.Typer()
 
@@ -207,7 +206,7 @@ def calibrate(
         out=out,
         thresholds=threshold or THRESHOLDS,
         min_depths=min_depth or (1,),
-        settings=_fields(setting),
+        settings=read_fields(setting),
         split=split,
         limit=limit,
         fitted_on=[id for path in fitted_on or () for id in read_ids(path)],
@@ -270,31 +269,7 @@ def _whole_numbers(text: str) -> list[int]:
 
 def _arm(text: str) -> dict[str, Any]:
     """ "exit_threshold=0.5,fill=full" as the fields of an [[arm]]; without a name, the text itself becomes it."""
-    given = _fields(text)
+    given = read_fields(text)
     said = {"exit_threshold": "gate-", **dict.fromkeys(("fill", "policy", "backend", "dtype"), "")}
     name = "_".join(f"{said.get(key, f'{key}-')}{value}" for key, value in given.items())
     return {"name": "".join(c if c.isalnum() or c in "_.+-" else "-" for c in name), **given}
-
-
-def _fields(text: str) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for part in _outside_brackets(text):
-        key, equals, value = part.partition("=")
-        if not equals:
-            raise ValueError(f"{text!r}: {part!r} is no setting; write name=value, separated by commas")
-        try:
-            given[key.strip()] = json.loads(value)
-        except ValueError:
-            given[key.strip()] = value.strip()
-    return given
-
-
-def _outside_brackets(text: str) -> list[str]:
-    parts, depth = [""], 0
-    for character in text:
-        depth += (character == "[") - (character == "]")
-        if character == "," and not depth:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return [part for part in parts if part.strip()]

@@ -32,9 +32,11 @@ MAY_IMPORT = {
     "train": SHARED | {"models", "exits"},
     "eval": SHARED | {"ops", "models", "exits", "engine", "reference"},
     "bench": SHARED | {"ops", "models", "exits", "engine"},
+    "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
 }
 COMMANDS = {
     "cli",
+    "cli_diagnose",
     "cli_eval",
     "cli_options",
     "show",
@@ -52,6 +54,9 @@ NO_TORCH = [
     "anydepth.provenance",
     "anydepth.cli",
     "anydepth.cli_eval",
+    "anydepth.cli_diagnose",
+    "anydepth.diagnose.command",
+    "anydepth.diagnose.show",
     "anydepth.engine.plan",
     "anydepth.engine.scheduler",
     "anydepth.engine.pages",
@@ -134,7 +139,8 @@ def loads(module: str, seen: dict[str, str | None]) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
-    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench} <- commands; train beside them."""
+    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench} <- diagnose <- commands; train beside
+    them."""
     room = room_of(module)
     assert room in MAY_IMPORT, f"{room} is a new room: say in MAY_IMPORT what it may import"
     for other in package_imports(module):

@@ -112,11 +112,7 @@ def compare(a: Record, b: Record, *, margin_pp: float | None = None, clustered: 
     """
     if margin_pp is not None and not 0 <= margin_pp < 100:
         raise ValueError(f"margin_pp is {margin_pp:g}; allowed: percentage points from 0, such as 1")
-    for record in (a, b):
-        _check_one(record, clustered=clustered)
-    _check_both(a, b)
-    others = {_key(sample): sample for sample in b.samples}
-    pairs = [(sample, others[_key(sample)]) for sample in sorted(a.samples, key=_key)]
+    pairs = paired(a, b, clustered=clustered)
     found = factors(a.settings_used, b.settings_used)
     choices = any("choices" in sample for sample in a.samples)
     return Comparison(
@@ -137,6 +133,15 @@ def compare(a: Record, b: Record, *, margin_pp: float | None = None, clustered: 
         length_stops=_length_stops(pairs),
         margin_pp=margin_pp,
     )
+
+
+def paired(a: Record, b: Record, *, clustered: bool) -> list[tuple[Sample, Sample]]:
+    """The answers of two Records by question and answer index. Raises ValueError as `compare` does."""
+    for record in (a, b):
+        _check_one(record, clustered=clustered)
+    _check_both(a, b)
+    others = {_key(sample): sample for sample in b.samples}
+    return [(sample, others[_key(sample)]) for sample in sorted(a.samples, key=_key)]
 
 
 def answers_wanted(record: Record) -> int:

@@ -82,7 +82,7 @@ def compare_sequences(
             difference += sum(a["depths"][before:end]) - sum(b["depths"][before:end])
         if token is None and depth is None:
             continue
-        parted = _parted(a["depths"], b["depths"], before, segments, kv)
+        parted = kv_parted(a["depths"], b["depths"], before, segments, kv)
         if token is not None:
             tokens.append(token)
             step = {*a["depths"][token : token + 1], *b["depths"][token : token + 1]}
@@ -113,8 +113,11 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _parted(a: Sequence[int], b: Sequence[int], before: int, segments: int, kv: tuple[str, str]) -> float:
-    """Output index after which the K/V is not the same any more, as long as the tokens are; infinity for never."""
+def kv_parted(a: Sequence[int], b: Sequence[int], before: int, segments: int, kv: tuple[str, str]) -> float:
+    """Output index after which the K/V is not the same any more, as long as the tokens are; infinity for never.
+
+    a, b: depths, of which the first `before` were read off the prompt. segments: R. kv: `kv_kind` of either run.
+    """
     if kv == (EXACT_KV, EXACT_KV):
         return inf
     if kv[0] == kv[1]:
