@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from anydepth.engine.engine import Engine
-from anydepth.engine.plan import LateResult, Leave, Outcome, Plan, Read, Result, Row
+from anydepth.engine.plan import LateResult, Leave, Plan, Read, Result, Row
 from anydepth.engine.plan import Sequence as Running
 from anydepth.types import Output, Request
 
@@ -91,12 +91,12 @@ class _Watch:
             self._at(row.sequence).row = row
             self.begun[id(row)] = self._at(row.sequence)
 
-    def heard(self, outcome: Outcome) -> None:
-        if outcome.read is not None:
-            self.tokens.setdefault(outcome.sequence, []).append(self.turn)
-        if outcome.row is not None:
-            part = self.begun[id(outcome.row)]
-            part.heard, part.leaves, part.read = self.turn, outcome.leaves, outcome.read
+    def heard(self, sequence: Running, read: Read | None, row: Row | None, leaves: bool | None) -> None:
+        if read is not None:
+            self.tokens.setdefault(sequence, []).append(self.turn)
+        if row is not None:
+            part = self.begun[id(row)]
+            part.heard, part.leaves, part.read = self.turn, leaves, read
 
     def _at(self, sequence: Running) -> _Turn:
         return self.of.setdefault(sequence, {}).setdefault(self.turn, _Turn())
@@ -137,12 +137,12 @@ def _watching(engine: Engine) -> Iterator[_Watch]:
 
     def watched_update(plan: Plan, result: Result | LateResult) -> Any:
         if isinstance(result, Result):
-            outcomes = [Outcome(row.sequence, result.reads.get(n), row, None) for n, row in enumerate(plan.rows)]
+            for n, row in enumerate(plan.rows):
+                watch.heard(row.sequence, result.reads.get(n), row, None)
         else:
-            outcomes = list(result.outcomes)
-            result = replace(result, outcomes=outcomes)
-        for outcome in outcomes:
-            watch.heard(outcome)
+            result = replace(result, outcomes=list(result.outcomes))
+            for outcome in result.outcomes:
+                watch.heard(*outcome)
         return update(plan, result)
 
     vars(runner)["run"], vars(scheduler)["update"] = watched_run, watched_update
