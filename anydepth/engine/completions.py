@@ -24,7 +24,7 @@ class Buffer:
         pinned = device.type == "cuda"
         self.token, self.depth = (torch.zeros(size, dtype=torch.int64, pin_memory=pinned) for _ in range(2))
         self.logprob = torch.zeros(size, dtype=torch.float64, pin_memory=pinned)
-        self.leaves = torch.zeros(size, dtype=torch.bool, pin_memory=pinned)
+        self.leaves, self.matches = (torch.ones(size, dtype=torch.bool, pin_memory=pinned) for _ in range(2))
         self.done: Any = torch.cuda.Event() if pinned else None
         self.unread = 0
         self._lists: dict[str, list[Any]] = {}
@@ -91,7 +91,8 @@ class Ticket:
         leaves = None if self._leave_at is None else buffer.read("leaves", self._leave_at)
         if at is not None and (leaves or not self._if_left):
             logprob = buffer.read("logprob", at) if self.sequence.reports_logprob else None
-            read = Read(buffer.read("token", at), buffer.read("depth", at), logprob, True)
+            matches = not self.sequence.request.forced or buffer.read("matches", at)
+            read = Read(buffer.read("token", at), buffer.read("depth", at), logprob, matches)
         buffer.unread -= 1
         if buffer.unread == 0:
             self._buffers.give_back(buffer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,8 @@ class Engine:
     ) -> Request:
         """A checked Request for one answer, without queueing it. ValueError for anything that cannot be honoured.
 
-        `forced` are continuations to score instead of sampling. Without `streaming`, text is made at the end only.
+        `forced` are continuations to score instead of sampling (one a request but with signals="sync"). Without
+        `streaming`, text is made at the end only.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -124,6 +125,11 @@ class Engine:
         if self.certificate is not None:
             sampling = self.certificate.hold(sampling, policy=policy_name(sampling))
         if forced:  # scored from the context's last token on, which is a decode row
+            if self.lateness or self.mode.name == "resident":
+                raise ValueError(
+                    f"continuations are scored without lateness; this engine has signals={self.mode.name!r}, "
+                    f"lateness={self.lateness}: use LLM.score, or an engine with signals='sync'"
+                )
             sampling = replace(sampling, first_token="policy")
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
@@ -154,7 +160,7 @@ class Engine:
             bounds=bounds_of(sampling, self.model.shape),
             stop_ids=stop,
             seed=seed,
-            max_tokens=min(sampling.max_tokens, room),
+            max_tokens=max(map(len, forced)) if forced else min(sampling.max_tokens, room),
             forced=tuple(tuple(ids) for ids in forced),
             text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
             priority=priority,
@@ -214,6 +220,17 @@ class Engine:
         if self.scheduler.idle:
             self.runner.drain()
         return aborted + chunks
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+        """Queue the requests and step until all has ended; every token as it comes. For callers who have the engine to
+        themselves; an iterator that is closed early aborts what is left."""
+        left = [self.submit(request).id for request in requests]
+        try:
+            while not self.idle:
+                yield from self.step()
+        finally:
+            for request_id in left:
+                self.abort(request_id)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its

@@ -128,6 +128,8 @@ class LateRunner(Runner):
             buffer.write("depth", depth_L)
             if choice.logprob_L is not None:
                 buffer.write("logprob", choice.logprob_L)
+            if choice.matches_L is not None:
+                buffer.write("matches", choice.matches_L)
         answers: dict[Sequence, int] = {}
         if decided and not self.fill.runs_on:  # where rows run on, the device itself keeps what is read
             answers = {plan.rows[i].sequence: n for n, i in enumerate(i for rows, _ in decided for i in rows)}

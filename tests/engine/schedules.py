@@ -97,9 +97,12 @@ class Ran:
 
 @dataclass
 class Played:
-    """What a schedule gave, request by request; with a reference, its verdicts."""
+    """What a schedule gave, request by request; how often requests gave way, and prompt tokens that were shared; with a
+    reference, its verdicts."""
 
     ran: list[Ran]
+    preempted: int = 0
+    shared_tokens: int = 0
     verdicts: list[Verdict] = field(default_factory=list)
 
 
@@ -230,6 +233,7 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
         engine.runner._submit = counted
     watch = Watch(engine)
     played = Played(_run(engine, schedule))
+    played.preempted, played.shared_tokens = engine.scheduler.preempted, engine.pages.shared_tokens
     for one in played.ran:
         one.shared = watch.shared.get(one.request, 0)  # some never ran
     assert_empty(engine)
