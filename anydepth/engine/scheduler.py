@@ -55,7 +55,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         assert request.id not in self.sequences
         as_row = bool(request.forced) or request.sampling.first_token == "policy"
-        sequence = Sequence(request, len(request.prompt_ids) - as_row, self._arrived)
+        last = len(request.prompt_ids) - 1  # the position that gives the first output, in either way
+        sequence = Sequence(request, last + 1 - as_row, last, self._arrived)
         self._arrived += 1
         self.sequences[request.id] = sequence
         self.waiting.add(sequence)
@@ -187,21 +188,23 @@ class Scheduler:
 
     def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
         """Those of `ready` that have, or now get, the pages their next positions are written to."""
-        lacking = sum(map(self._lacks, ready))
-        if lacking == 0:
+        size = self.pages.size
+        lacking = [s for s in ready if self._reaches(s) > len(s.pages) * size]
+        if not lacking:
             return ready
-        if lacking > self.pages.available:
-            ready = sorted(ready, key=rank)
-        return [s for s in ready if s.slot >= 0 and self._grow(s)]
+        if sum(map(self._lacks, lacking)) <= self.pages.available:
+            for sequence in lacking:
+                self._grow(sequence)
+            return ready
+        return [s for s in sorted(ready, key=rank) if s.slot >= 0 and self._grow(s)]
 
-    def _next_position(self, sequence: Sequence) -> int | None:
-        """Where its next row begins to write, if it writes at all."""
-        return sequence.prefilled if sequence.prefilling else sequence.position
+    def _reaches(self, sequence: Sequence) -> int:
+        """How many positions it has with its next row. Those of its prompt have had their pages since it came in."""
+        return 0 if sequence.prefilling else sequence.position + 1
 
     def _lacks(self, sequence: Sequence) -> int:
         """Pages that it needs for its next row beyond its own."""
-        position = self._next_position(sequence)
-        return 0 if position is None else max(0, self.pages.needed(position + 1) - len(sequence.pages))
+        return max(0, self.pages.needed(self._reaches(sequence)) - len(sequence.pages))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give it what it lacks, if need be at the cost of the last by rank; False if that is the sequence itself."""

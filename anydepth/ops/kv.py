@@ -115,6 +115,7 @@ class KVMap:
         device = pool.data.device
         self.table = torch.zeros(slots, max_positions, dtype=torch.int64, device=device)
         self._arange = torch.arange(max_positions, device=device)
+        self._open, self._shut = torch.tensor([0.0, float("-inf")], dtype=pool.data.dtype, device=device).unbind()
         self._run: dict[int, tuple[int, int]] = {}  # slot -> (first page, pages), if its pages lie in a row
 
     def seat(self, slot: int, pages: Sequence[int]) -> None:
@@ -170,18 +171,16 @@ class KVMap:
         self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, runs_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). With `runs_B`, rows that do not run
-        write to the pool's scratch page and see one position of the null page."""
+        write to the pool's scratch page."""
         seen = self._arange[:context] <= positions_B.unsqueeze(1)
         table = self.table[:, :context].index_select(0, slots_B) + self.pool.offset(depth_B).unsqueeze(1)
         write_B = table.gather(1, positions_B.unsqueeze(1)).squeeze(1)
         if runs_B is not None:
             write_B = torch.where(runs_B, write_B, self.pool.scratch)
-            seen = torch.where(runs_B.unsqueeze(1), seen, self._arange[:context] == 0)
-            table = torch.where(runs_B.unsqueeze(1), table, 0)
         # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
         storage_BT = torch.where(seen, table, 0)
-        mask = torch.zeros(seen.shape, dtype=self.pool.data.dtype, device=seen.device)
-        return write_B, storage_BT, mask.masked_fill_(~seen, float("-inf")).unsqueeze(1).unsqueeze(1)
+        mask = torch.where(seen, self._open, self._shut)
+        return write_B, storage_BT, mask.unsqueeze(1).unsqueeze(1)
 
     def prompt_rows(self, chunks: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor, list[Chunk]]:
         """(positions [P], where they write [P], chunks) of prompt rows alone, (slot, start, rows, depth) each."""

@@ -223,14 +223,13 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
         engine.runner.completions = AdversarialCompletions(schedule.late)
     engine.work, ran_rows = [], [0]
     if schedule.engine.get("signals") == "resident":
-        submit = engine.runner._submit
+        run = engine.runner._run
 
-        def counted(*rows):
-            given = submit(*rows)
-            ran_rows[0] += int(given.ran_B.sum())
-            return given
+        def counted(decode, prompts, known):
+            ran_rows[0] += int(engine.slots.state.numbers_S5[known.slots_B, 3].sum())
+            return run(decode, prompts, known)
 
-        engine.runner._submit = counted
+        engine.runner._run = counted
     watch = Watch(engine)
     played = Played(_run(engine, schedule))
     played.preempted, played.shared_tokens = engine.scheduler.preempted, engine.pages.shared_tokens

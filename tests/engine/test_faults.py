@@ -185,7 +185,7 @@ FAULTS = {
         test_scheduler.test_a_large_request_is_overtaken_so_often_and_no_more,
     ),
     "positions count from one": Fault(
-        Sequence, "position", "return self.prefill_end", "return 1 + self.prefill_end", partial(lone, (3, TWO))
+        Sequence, "position", "return self.first_position", "return 1 + self.first_position", partial(lone, (3, TWO))
     ),
     "a layered turn takes rows of every depth": Fault(
         Scheduler, "_plan", "if s.depth == segment]", "]", one_after_the_other
@@ -255,7 +255,7 @@ FAULTS = {
         TextStream, "push", "if fresh:", "if True:", test_text.test_words_come_with_their_spaces
     ),
     "the model's length does not end a request": Fault(
-        Engine, "prepare", "max_tokens=min(sampling.max_tokens, room)", "max_tokens=sampling.max_tokens",
+        Engine, "prepare", "else min(sampling.max_tokens, room)", "else sampling.max_tokens",
         lambda: assert_lone_runs(twins(seed=4, max_position_embeddings=8), [(prompt(6), {})], fill="full"),
     ),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 
-from anydepth.engine.completions import AdversarialCompletions, Buffers, Completions, Ticket
+from anydepth.engine.completions import AdversarialCompletions, Buffers, Completions, Submitted
 from anydepth.engine.engine import Engine
 from anydepth.engine.llm import LLM
 from anydepth.engine.plan import Sequence
@@ -211,9 +211,8 @@ def test_an_engine_whose_signals_are_late_makes_no_scores(options):
 # -- completions ------------------------------------------------------------------------------------------------------
 
 
-def tickets(buffers: Buffers, *names: str) -> list[Ticket]:
-    buffer = buffers.take()
-    return [Ticket(known(name), buffers, buffer) for name in names]
+def submitted(buffers: Buffers, *names: str, row: int = 0) -> Submitted:
+    return Submitted([(known(name), row, None, None, None) for name in names], buffers.take(), buffers)  # type: ignore[list-item]
 
 
 @functools.cache
@@ -226,8 +225,8 @@ def test_each_turns_outcomes_come_so_many_turns_later():
     arrived = []
     for turn in range(5):
         if turn < 2:
-            completions.put(tickets(buffers, f"a{turn}", f"b{turn}"))
-        arrived.append([outcome.sequence.request for outcome in completions.take()])
+            completions.put(submitted(buffers, f"a{turn}", f"b{turn}"))
+        arrived.append([sequence.request for sequence, *_ in completions.take()])
         assert buffers.in_flight == sum(turn - 2 < put <= turn for put in (0, 1))
     assert arrived == [[], [], ["a0", "b0"], ["a1", "b1"], []] and len(completions) == 0
 
@@ -237,16 +236,22 @@ def test_the_adversary_keeps_each_sequences_order_and_no_other(seed):
     buffers, completions = Buffers(4, torch.device("cpu")), AdversarialCompletions(seed)
     arrived, put = [], []
     for turn in range(40):
-        for name in "ab":
-            ticket = tickets(buffers, name)[0]
-            ticket.row = turn  # type: ignore[assignment]
-            put.append((name, turn))
-            completions.put([ticket])
-        for outcome in completions.take():
-            assert 0 <= turn - outcome.row <= 3
-            arrived.append((outcome.sequence.request, outcome.row))
+        completions.put(submitted(buffers, "a", "b", row=turn))
+        put += [("a", turn), ("b", turn)]
+        for sequence, _, row, _ in completions.take():
+            assert 0 <= turn - row <= 3
+            arrived.append((sequence.request, row))
     completions.drain()
     for name in "ab":
         mine = [turn for other, turn in arrived if other == name]
         assert mine == sorted(mine) and len(mine) > 30
     assert arrived != put[: len(arrived)] and buffers.in_flight == 0
+
+
+def test_a_buffer_comes_back_when_the_last_of_it_was_read():
+    buffers = Buffers(4, torch.device("cpu"))
+    turn = submitted(buffers, "a", "b")
+    turn.open(turn.parts[:1])
+    assert buffers.in_flight == 1
+    turn.open(turn.parts[1:])
+    assert buffers.in_flight == 0

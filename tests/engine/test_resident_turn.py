@@ -9,14 +9,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from anydepth.engine import resident_turn
 from anydepth.engine.resident_runner import ResidentSlots
-from anydepth.engine.resident_turn import Kind, Rows, run_turn
+from anydepth.engine.resident_turn import Kind, Prompts, run_turn
 from anydepth.exits.load import load_policy
 from anydepth.models.ouro import Ouro
 from anydepth.ops.fill import load_fill
 from anydepth.reference.weights import tiny_config
 
 PLAIN = Kind(8)
-ALL = Kind(8, sampled=True, max_k=5, top_p=True, logprobs=True, processed=True)
+ALL = Kind(8, planned=True, stops=True, sampled=True, max_k=5, top_p=True, logprobs=True, processed=True)
 
 
 def trace(fill: str, kind: Kind, *, prompts: int, gate_dtype: str = "float32") -> torch.fx.GraphModule:
@@ -32,16 +32,15 @@ def trace(fill: str, kind: Kind, *, prompts: int, gate_dtype: str = "float32") -
         def ids(count: int) -> torch.Tensor:
             return torch.zeros(count, dtype=torch.int64)
 
-        rows = Rows(
-            ids(3), torch.zeros(2 * prompts, 32), ids(2 * prompts), ids(2 * prompts), ids(prompts), ids(prompts)
-        )
-        assert model.shape.hidden == 32
+        ends = ids(2 * prompts), ids(2 * prompts), chunks, ids(prompts), ids(prompts)
+        ending = Prompts(torch.zeros(2 * prompts, model.shape.hidden), *ends) if prompts else None
 
-        def turn(state, asks, rows, states):
-            given = run_turn(model, chosen, slots.map, ((0, policy, states),), chunks, state, asks, rows, kind)
+        def turn(state, asks, rows, ending, states):
+            policies = ((0, policy, states),)
+            given = run_turn(model, chosen, slots.map, policies, state, asks, rows, ending, kind)
             return [x for x in given if x is not None]
 
-        return make_fx(turn)(slots.state, slots.asks, rows, states)
+        return make_fx(turn)(slots.state, slots.asks, ids(3), ending, states)
 
 
 @pytest.mark.parametrize("kind", [PLAIN, ALL])
@@ -52,20 +51,20 @@ def test_the_turn_is_traced_without_a_number_being_read(fill, prompts, kind):
     graph = trace(fill, kind, prompts=prompts).graph
     called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
     assert not any("item" in name.split(".") or "nonzero" in name for name in called)
-    assert sum("index_copy_" in name for name in called) >= 6 + 2 * 2  # state, states, K/V of two layers
+    assert sum("index_copy_" in name for name in called) >= 3 + 2 * 2  # state, states, K/V of two layers
 
 
 def test_the_released_gate_arithmetic_is_traced_too():
     assert trace("last_exited", PLAIN, prompts=0, gate_dtype="bfloat16").graph.nodes
 
 
-@pytest.mark.parametrize("read", ["int(left_L.sum())", "left_L.tolist()", "bool(runs_B.any())", "h_Bd[left_B]"])
+@pytest.mark.parametrize("read", ["int(left.sum())", "left.tolist()", "bool(runs.any())", "h_Bd[left]"])
 def test_a_host_read_stops_it(read, monkeypatch):
     """The same turn, with a read planted where its tokens are known."""
     import inspect
 
     source = inspect.getsource(run_turn)
-    before = "    token_L, logprob_L = _choose("
+    before = "    token, logprob = _choose("
     assert source.count(before) == 1
     made = {}
     planted = source.replace(before, f"    {read}\n{before}")
