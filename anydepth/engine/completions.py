@@ -34,8 +34,10 @@ class Buffer:
         self._done: Any = torch.cuda.Event() if pinned else None
         self._lists: dict[str, Any] = {}
 
-    def write(self, name: str, values: Tensor, line: int | None = None) -> None:
-        """Copy values to the beginning of a field (or of one line of the numbers), without waiting for it."""
+    def write(self, name: str, values: Tensor | None, line: int | None = None) -> None:
+        """Copy values, if any, to the beginning of a field (or of one line of the numbers), without waiting for it."""
+        if values is None:
+            return
         field = getattr(self, name)
         field = field if line is None else field[line]
         field[..., : values.shape[-1]].copy_(values, non_blocking=True)
@@ -58,10 +60,10 @@ class Buffer:
 
 
 class Buffers:
-    """Buffers to write to: one that is in flight is not given out again."""
+    """Buffers to write to: one that is in flight is not given out again. Without `static` none is used twice."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+    def __init__(self, size: int, device: torch.device, *, static: bool = True) -> None:
+        self._size, self._device, self._static = size, device, static
         self._idle: list[Buffer] = []
         self.in_flight = 0
 
@@ -70,8 +72,9 @@ class Buffers:
         return self._idle.pop() if self._idle else Buffer(self._size, self._device)
 
     def give_back(self, buffer: Buffer) -> None:
-        buffer.clear()
-        self._idle.append(buffer)
+        if self._static:
+            buffer.clear()
+            self._idle.append(buffer)
         self.in_flight -= 1
 
 

@@ -15,6 +15,7 @@ from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
 from anydepth.engine.signals import load_mode
+from anydepth.engine.submission import Submission, default_submission
 from anydepth.engine.text import TextStream
 from anydepth.exits.base import bounds_of
 from anydepth.exits.load import load_policy, policy_name
@@ -48,6 +49,7 @@ class Engine:
         fill: str | None = None,
         signals: str = "sync",
         lateness: int | None = None,
+        submission: Submission | None = None,
         max_batch: int = 32,
         page_size: int = 16,
         kv_pages: int | None = None,
@@ -74,6 +76,8 @@ class Engine:
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
         self.mode, self.lateness = load_mode(signals, lateness, self.fill, shape)
+        self.submission = submission or default_submission(self.mode.name, model.device)
+        self.submission.check(self.mode.name, model.device)
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
         self.context = min(shape.max_positions, kv_pages * page_size)
         self.slots = self.mode.slots(
@@ -89,7 +93,7 @@ class Engine:
             prefill_rows=self.fill.prefill_rows,
             host_pages=self._host_pages(host_kv_bytes),
         )
-        self.runner = self.mode.runner(model, self.fill, self.slots, self.lateness)
+        self.runner = self.mode.runner(model, self.fill, self.slots, lateness=self.lateness, submission=self.submission)
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._stepping, self._to_abort = False, list[str]()

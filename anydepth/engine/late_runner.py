@@ -15,6 +15,7 @@ from anydepth.engine.plan import LateResult, Leave, Plan, Sequence
 from anydepth.engine.runner import Leaving, Runner, turn_work
 from anydepth.engine.sampling import Choice, Draw
 from anydepth.engine.slots import Slots
+from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 
@@ -31,10 +32,20 @@ class LateRunner(Runner):
     """A turn: rows that leave are read, sampled and embedded, then every row of the plan runs its segment and its
     policy decides. `reads_late`: see `LateScheduler`."""
 
-    def __init__(self, model: Model, fill: Fill, slots: Slots, *, completions: Completions, reads_late: bool) -> None:
+    def __init__(
+        self,
+        model: Model,
+        fill: Fill,
+        slots: Slots,
+        *,
+        completions: Completions,
+        submission: Submission,
+        reads_late: bool,
+    ) -> None:
         super().__init__(model, fill, slots)
         self.completions, self.reads_late = completions, reads_late
-        self.buffers = Buffers(len(slots), model.device)
+        self.buffers = Buffers(len(slots), model.device, static=submission.static_buffers)
+        self.streams = Streams(submission, model.device)
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> LateResult:  # type: ignore[override]
@@ -60,8 +71,8 @@ class LateRunner(Runner):
         kept = [leave.kept for leave in leaving]
         h_Ld = (slots.kept_h_Sd if all(kept) else slots.h_Sd).index_select(0, slots_L)
         if any(kept) and not all(kept):
-            kept_L1 = torch.tensor(kept, device=slots.device).unsqueeze(1)
-            h_Ld = torch.where(kept_L1, slots.kept_h_Sd.index_select(0, slots_L), h_Ld)
+            kept_L1 = self._index(kept).unsqueeze(1)
+            h_Ld = torch.where(kept_L1 > 0, slots.kept_h_Sd.index_select(0, slots_L), h_Ld)
         logits_LV = self._logits(Leaving(list(range(len(leaving))), self._depths(leaving, slots_L), h_Ld))
         choice = slots.sampler.choose([Draw(x.sequence, x.slot, x.output) for x in leaving], logits_LV)
         slots.h_Sd.index_copy_(0, slots_L, self.model.embed(choice.feed_L))
@@ -132,21 +143,22 @@ class LateRunner(Runner):
 
     def _submitted(self, plan: Plan, left: Left | None, decided: list[tuple[list[int], Tensor]]) -> Submitted:
         """Send the turn's outcomes on their way."""
-        buffer = self.buffers.take()
-        if left is not None:
-            buffer.write("numbers", left.choice.token_L, TOKENS)
-            if left.depth_L is not None:
-                buffer.write("numbers", left.depth_L, DEPTHS)
-            if left.choice.logprob_L is not None:
-                buffer.write("logprob", left.choice.logprob_L)
-            if left.choice.matches_L is not None:
-                buffer.write("matches", left.choice.matches_L)
         answers: dict[int, int] = {}
+        leaves = token = depth = logprob = matches = None
         if decided and not self.fill.runs_on:  # where rows run on, the device itself keeps what is read
             answers = {i: n for n, i in enumerate(i for rows, _ in decided for i in rows)}
             leaves = decided[0][1] if len(decided) == 1 else torch.cat([leave for _, leave in decided])
+        if left is not None:
+            token, depth = left.choice.token_L, left.depth_L
+            logprob, matches = left.choice.logprob_L, left.choice.matches_L
+        buffer = self.buffers.take()
+        with self.streams.beside(token, depth, logprob, matches, leaves):
+            buffer.write("numbers", token, TOKENS)
+            buffer.write("numbers", depth, DEPTHS)
             buffer.write("numbers", leaves, ANSWERS)
-        buffer.submitted()
+            buffer.write("logprob", logprob)
+            buffer.write("matches", matches)
+            buffer.submitted()
         tokens: dict[Sequence, tuple[int | None, int | None]] = {
             leave.sequence: (n, leave.depth) for n, leave in enumerate(plan.leaving)
         }

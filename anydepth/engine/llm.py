@@ -11,6 +11,7 @@ from typing import Any
 from anydepth.certificate import Certificate
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
+from anydepth.engine.submission import Submission
 from anydepth.models.load import load_checkpoint
 from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
 
@@ -42,6 +43,7 @@ class LLM:
         fill: str | None = None,
         signals: str = "sync",
         lateness: int | None = None,
+        submission: Submission | None = None,
         segments: int | Sequence[int] | None = None,
         dtype: str | None = None,
         device: str = "cpu",
@@ -78,7 +80,7 @@ class LLM:
             gate_dtype=gate_dtype,
             certificate=certificate,
         )
-        self.engine = make_engine(signals=signals, lateness=lateness)
+        self.engine = make_engine(signals=signals, lateness=lateness, submission=submission)
         # Scores are made without lateness: where the engine's signals come late, by one of its own, once it is needed.
         self._make_scorer = functools.partial(
             make_engine, signals="delayed" if signals == "delayed" else "sync", lateness=0

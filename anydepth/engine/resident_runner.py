@@ -5,16 +5,19 @@ Shape suffixes as in `resident_turn`.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anydepth.engine.completions import Buffers, Completions, Part, Submitted
+from anydepth.engine.graphs import Graphs
 from anydepth.engine.plan import LateResult, Plan, Row, Seat, Sequence
 from anydepth.engine.resident_turn import Asks, Given, Kind, Policies, Prompts, State, run_turn
 from anydepth.engine.runner import turn_work
 from anydepth.engine.slots import Slots
+from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 
@@ -29,6 +32,7 @@ class ResidentSlots(Slots):
         self.plans = [False] * slots  # whether a slot's request has outputs of planned depth
 
         rows = slots + 1
+        # A row of padding is one that has ended, at depth 1 and position 0.
         self.state = State(self.h_Sd, self.kept_h_Sd, self._numbers(rows, 5))
         self.asks = Asks(
             limits_S3=self._numbers(rows, 3),
@@ -39,6 +43,7 @@ class ResidentSlots(Slots):
             uniform_SI=self.sampler.uniform_SI,
             settings=self.sampler.settings,
         )
+        self.state.numbers_S5[:, 0] = self.asks.limits_S3[:, 0] = 1
 
     def _numbers(self, *size: int, value: int = 0) -> Tensor:
         return torch.full(size, value, dtype=torch.int64, device=self.device)
@@ -90,13 +95,16 @@ class Decode(NamedTuple):
 
 
 class ResidentRunner:
-    """Submits turns. `padding`: decode rows are padded to a power of two, so that few shapes occur."""
+    """Submits turns, as `submission` says."""
 
     def __init__(
-        self, model: Model, fill: Fill, slots: ResidentSlots, *, completions: Completions, padding: bool = False
+        self, model: Model, fill: Fill, slots: ResidentSlots, *, completions: Completions, submission: Submission
     ) -> None:
-        self.model, self.fill, self.slots, self.completions, self.padding = model, fill, slots, completions, padding
-        self.buffers = Buffers(2 * len(slots) + 1, model.device)
+        self.model, self.fill, self.slots, self.completions = model, fill, slots, completions
+        self.padding = submission.padding
+        self.buffers = Buffers(2 * len(slots) + 1, model.device, static=submission.static_buffers)
+        self.streams = Streams(submission, model.device)
+        self.graphs = Graphs(submission.graph_bytes) if submission.graphs else None
         self._decode = Decode((), slots.index(()), (), Kind(1))
 
     @torch.inference_mode()
@@ -136,18 +144,21 @@ class ResidentRunner:
         if ending:
             both = [*(row.sequence for row in decode), *ending]
             kind = kind_of(both, planned=kind.planned, vocab=slots.sampler.vocab)
-        kind = kind._replace(context=max((row.start for row in decode), default=0) + 1)
-        given = run_turn(
-            self.model,
-            self.fill,
-            slots.map,
-            known.policies,
-            slots.state,
-            slots.asks,
-            known.slots_B,
-            self._prompts(prompts) if prompts else None,
-            kind,
-        )
+        context = max((row.start for row in decode), default=0) + 1
+        if self.graphs is not None:  # few contexts, so that there are few graphs
+            context = min(1 << (context - 1).bit_length(), slots.map.table.shape[1])
+        kind = kind._replace(context=context)
+        coming = self._prompts(prompts) if prompts else None
+
+        def turn(slots_B: Tensor) -> Given:
+            policies, state, asks = known.policies, slots.state, slots.asks
+            return run_turn(self.model, self.fill, slots.map, policies, state, asks, slots_B, coming, kind)
+
+        if self.graphs is None or prompts:
+            given = turn(known.slots_B)
+        else:
+            numbers = tuple(number for number, _, _ in known.policies)
+            given = self.graphs.run((len(known.slots_B), numbers, slots.asks.stop_SK.shape, kind), known.slots_B, turn)
         start = 0
         for row in prompts:
             if row.depth < self.model.shape.segments:
@@ -178,10 +189,12 @@ class ResidentRunner:
     ) -> Submitted:
         """Send the turn's outcomes on their way. Of `decode_rows` places the last may be padding."""
         buffer = self.buffers.take()
-        buffer.write("numbers", given.given_3L)
-        if given.logprob_L is not None:
+        # What a graph gives is overwritten by its next replay, so it is copied away before that, on the same stream.
+        aside = nullcontext() if self.graphs else self.streams.beside(given.given_3L, given.logprob_L)
+        with aside:
+            buffer.write("numbers", given.given_3L)
             buffer.write("logprob", given.logprob_L)
-        buffer.submitted()
+            buffer.submitted()
         parts: list[Part] = [(row.sequence, row, n, None, n) for n, row in enumerate(decode)]
         at = decode_rows
         for row in prompts:

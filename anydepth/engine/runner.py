@@ -157,7 +157,7 @@ class Runner:
         leaves_B = torch.zeros(len(decode), dtype=torch.bool, device=self.model.device)
         for rows, leave in decided:
             leaves_B[self._index(rows)] = leave
-        last_B = torch.tensor([row.depth == _latest(row) for row in decode], device=self.model.device)
+        last_B = self._index(row.depth == _latest(row) for row in decode) > 0
         at = self._index(watched)
         self._snapshot(slots_B[at], depth_B[at], h_Bd[at], leaves_B[at], last_B[at])
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anydepth.ops.attend import attend_chunk, attend_rows, causal_mask
+from anydepth.ops.send import send
 from anydepth.types import Shape
 
 
@@ -126,7 +127,7 @@ class KVMap:
     def give(self, slot: int, at: int, pages: Sequence[int]) -> None:
         """Make `pages` the slot's pages from its `at`-th on."""
         size = self.pool.page_size
-        starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * size
+        starts = send(pages, self.table.device).unsqueeze(1) * size
         storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1] - at * size]
         self.table[slot, at * size : at * size + len(storage)] = storage
         first, count = self._run.get(slot, (0, -1))
@@ -141,7 +142,7 @@ class KVMap:
 
     def storage(self, pages: Sequence[int]) -> Tensor:
         """Indices of all positions of these pages in every plane, [planes * pages * page_size]."""
-        starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * self.pool.page_size
+        starts = send(pages, self.table.device).unsqueeze(1) * self.pool.page_size
         plane = (starts + self._arange[: self.pool.page_size]).view(-1)
         planes = torch.arange(self.pool.planes, device=plane.device).unsqueeze(1) * self.pool.positions
         return (planes + plane).view(-1)

@@ -17,6 +17,7 @@ import torch
 
 from anydepth.engine.completions import AdversarialCompletions
 from anydepth.engine.engine import Engine
+from anydepth.engine.submission import Submission
 from anydepth.reference.generate import Result, score
 from anydepth.reference.model import Model as Reference
 from anydepth.types import Output, Request, Sampling, Score, Usage
@@ -147,6 +148,9 @@ def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync
         "prefix_sharing": rng.choice([True, True, False]),
     }
     late = None if mode == "sync" else rng.getrandbits(32)
+    if late is not None:
+        padding = mode == "resident" and rng.choice([True, False])
+        engine["submission"] = Submission(padding=padding, static_buffers=rng.choice([True, True, False]))
     squeezes = tuple((turn, rng.randint(0, 4)) for turn in range(40) if rng.random() < 0.1) * rng.choice([0, 1])
     eos = tuple(sorted(rng.sample(range(VOCABULARY), rng.randint(0, 2))))
     return Schedule(kind, rng.randint(0, 99), changes, exits, dtype, fill, eos, engine, asked, late, squeezes)
