@@ -50,8 +50,13 @@ class LateScheduler(Scheduler):
             ready.append(sequence)
         plan = self._plan(ready, tuple(leaving))
         self.turn += 1
-        for row in plan.rows:
-            self._submitted(row)
+        for row in plan.rows[: plan.decode_rows]:
+            sequence = row.sequence
+            sequence.in_flight += 1
+            sequence.depth += 1
+            sequence.ready_since = self.turn
+        for row in plan.rows[plan.decode_rows :]:
+            self._prompt_submitted(row)
         return plan
 
     def update(self, plan: Plan, result: LateResult) -> list[Chunk]:  # type: ignore[override]
@@ -116,11 +121,11 @@ class LateScheduler(Scheduler):
         read = s.planned if s.leaves_at is None else self._target(s)
         return Row(s, s.slot, s.depth, s.position, 1, read, False, False)
 
-    def _submitted(self, row: Row) -> None:
+    def _prompt_submitted(self, row: Row) -> None:
         s = row.sequence
         s.in_flight += row.length
         s.ready_since = self.turn
-        if not row.prefill or row.depth < self.segments:
+        if row.depth < self.segments:
             s.depth += 1
             return
         self._chunk_done(s)

@@ -67,7 +67,7 @@ class LateRunner(Runner):
         """Fill, readout, sampling, and the embedding that each row carries on with. The late round has written its
         planes by now, so what is copied over them stays."""
         slots, slots_L = self.slots, self._index(leave.slot for leave in leaving)
-        copies = self._finalise(leaving, slots_L)
+        copies = self._finalise(leaving)
         kept = [leave.kept for leave in leaving]
         h_Ld = (slots.kept_h_Sd if all(kept) else slots.h_Sd).index_select(0, slots_L)
         if any(kept) and not all(kept):
@@ -87,18 +87,15 @@ class LateRunner(Runner):
         there = self.slots.kept_depth_S.index_select(0, slots_L).tolist()
         return [leave.depth or depth for leave, depth in zip(leaving, there, strict=True)]
 
-    def _finalise(self, leaving: tuple[Leave, ...], slots_L: Tensor) -> tuple[int, ...]:
+    def _finalise(self, leaving: tuple[Leave, ...]) -> tuple[int, ...]:
         """Fill the planes deeper than the readout; the depths that were copied from."""
-        if not self.fill.copies:
-            return ()
-        early = [j for j, leave in enumerate(leaving) if leave.depth is not None and leave.depth < self.segments]
+        early = [x for x in leaving if x.depth is not None and x.depth < self.segments] if self.fill.copies else []
         if not early:
             return ()
-        if len(early) < len(leaving):
-            slots_L = slots_L.index_select(0, self._index(early))
-        depths = tuple(leaving[j].depth or 0 for j in early)
-        depth_L, position_L = self._index(depths), self._index(leaving[j].position for j in early)
-        self.fill.leave(self.slots.pool, self.slots.map.at(slots_L, position_L, depth_L), depth_L)
+        depths = tuple(leave.depth or 0 for leave in early)
+        depth_L = self._index(depths)
+        storage_L = self.slots.map.at(((leave.slot, leave.position) for leave in early), depth_L)
+        self.fill.leave(self.slots.pool, storage_L, depth_L)
         return depths
 
     def _advance(self, plan: Plan) -> list[tuple[list[int], Tensor]]:

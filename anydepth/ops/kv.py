@@ -11,7 +11,7 @@ request are the same in every plane, so copying between planes moves along the i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -91,10 +91,8 @@ class TurnKV:
         done, parts = 0, []
         if self._storage_BT is not None:
             done, context = self._storage_BT.shape
-            k, v = (
-                x.index_select(0, self._storage_BT.view(-1)).view(done, context, pool.groups, pool.head_dim)
-                for x in (keys, values)
-            )
+            both = pool.data[layer].index_select(1, self._storage_BT.view(-1))
+            k, v = both.view(2, done, context, pool.groups, pool.head_dim).unbind()
             parts.append(attend_rows(q_NHD[:done], k, v, self._mask_B11T))
         for rows, storage_T, mask_nT in self._chunks:
             if isinstance(storage_T, slice):
@@ -136,9 +134,11 @@ class KVMap:
         else:
             self._run.pop(slot, None)
 
-    def at(self, slots_N: Tensor, positions_N: Tensor, depth_N: Tensor) -> Tensor:
-        """Where the plane of `depth` holds a position of a slot, [N]."""
-        return self.table[slots_N, positions_N] + self.pool.offset(depth_N)
+    def at(self, places: Iterable[tuple[int, int]], depth_N: Tensor) -> Tensor:
+        """Where the plane of `depth` holds each (slot, position), [N]."""
+        width = self.table.shape[1]
+        flat_N = send((slot * width + position for slot, position in places), self.table.device)
+        return self.table.view(-1).index_select(0, flat_N) + self.pool.offset(depth_N)
 
     def storage(self, pages: Sequence[int]) -> Tensor:
         """Indices of all positions of these pages in every plane, [planes * pages * page_size]."""

@@ -76,12 +76,11 @@ FAULTS = {
     # -- late rounds --------------------------------------------------------------------------------------------------
     "planes are finalised before the late round writes": Fault(
         LateRunner, "_advance", "h_Nd = self.model.segment(",
-        "at = self._index(row.start for row in decode);"
-        "self.fill.leave(self.slots.pool, self.slots.map.at(slots_B, at, (depth_B - 1).clamp(min=1)),"
-        " (depth_B - 1).clamp(min=1)) if decode else None;"
+        "at = self.slots.map.at(((row.slot, row.start) for row in decode), (depth_B - 1).clamp(min=1));"
+        "self.fill.leave(self.slots.pool, at, (depth_B - 1).clamp(min=1)) if decode else None;"
         "h_Nd = self.model.segment(",
         exact, also=(LateRunner, "_finalise",
-              "self.fill.leave(self.slots.pool, self.slots.map.at(slots_L, position_L, depth_L), depth_L)", "pass"),
+              "self.fill.leave(self.slots.pool, storage_L, depth_L)", "pass"),
     ),
     "a stale result is trusted by its id": Fault(
         LateScheduler, "update", "for sequence, read, row, leaves in result.outcomes:",
@@ -110,7 +109,7 @@ FAULTS = {
         partial(late, "exact", gated(exit_threshold=0.3), late=4),
     ),
     "a token that may still be a stop id counts as executed": Fault(
-        LateScheduler, "_submitted", "s.in_flight += row.length", "pass", partial(exact, eos_ids=(9,))
+        LateScheduler, "next", "sequence.in_flight += 1", "pass", partial(exact, eos_ids=(9,))
     ),
     "`delayed` reads what the policy saw": Fault(
         LateScheduler, "_leave", "s.leaves_at is not None and not self.reads_late", "s.leaves_at is not None",
