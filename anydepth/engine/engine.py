@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anydepth.certificate import Certificate
+from anydepth.engine.invariant import Invariant, in_blocks
 from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
@@ -52,6 +53,7 @@ class Engine:
         max_batched_tokens: int = 512,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -63,9 +65,11 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
+        if not isinstance(batch_invariant, bool):
+            raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
         self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
         self.fill = load_fill(fill, model.shape)
-        self.gate_dtype, self.certificate = gate_dtype, certificate
+        self.gate_dtype, self.certificate, self.batch_invariant = gate_dtype, certificate, batch_invariant
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
@@ -79,8 +83,9 @@ class Engine:
             max_batched_tokens=max_batched_tokens,
             prefill_rows=self.fill.prefill_rows,
         )
+        run_model = Invariant(model) if batch_invariant else model
         self.runner = Runner(
-            model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
+            run_model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
         )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
@@ -119,7 +124,8 @@ class Engine:
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
         if name not in self._policies:
-            self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
+            loaded = load_policy(name, gate_dtype=self.gate_dtype)
+            self._policies[name] = in_blocks(loaded) if self.batch_invariant else loaded
         policy = self._policies[name]
         policy.check(sampling, self.model.shape)
         if sampling.stop and self.tokenizer is None:

@@ -51,6 +51,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         gate_dtype: str = "float32",
         certificate: str | Path | Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if signals != "sync":
             raise ValueError(f"signals is {signals!r}; allowed: 'sync'")
@@ -72,6 +73,7 @@ class LLM:
             max_batched_tokens=max_batched_tokens,
             gate_dtype=gate_dtype,
             certificate=certificate,
+            batch_invariant=batch_invariant,
         )
         if certificate is not None:
             certificate.match(

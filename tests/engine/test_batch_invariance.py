@@ -1,0 +1,237 @@
+"""Batch-invariant mode: every comparison here is of bits."""
+
+from __future__ import annotations
+
+import functools
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from anydepth import LLM
+from anydepth.engine import invariant
+from anydepth.engine.engine import Engine
+from anydepth.engine.invariant import Invariant, in_blocks
+from anydepth.exits.gate_cdf import Policy, ReleasedArithmetic
+from anydepth.models.load import load_checkpoint
+from anydepth.ops.invariant import Block, RowBlocks
+from anydepth.ops.linear import LARGE
+from anydepth.types import Sampling
+from tests.helpers import Watch, assert_lone_runs, drain, poison, twins
+
+BATCHES = (1, 2, 3, 4, 8, 16, 17, 33)
+LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 62, 63, 64, 65, 66, 90)  # around every block's edge
+WIDE = {  # every matrix but the head goes to oneDNN
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_hidden_layers": 2,
+}
+
+
+@functools.cache
+def model_of(name: str):
+    if name.startswith("nano"):
+        return load_checkpoint("nano", dtype=name.removeprefix("nano-")).model
+    kind, dtype, *wide = name.split("-")
+    changes = WIDE if wide else {}
+    made = twins(
+        kind,
+        dtype=getattr(torch, dtype),
+        segments=None if kind == "looped" else [1, 2] if wide else [1, 2, 4],
+        **changes,
+    )[0]
+    made.pack()
+    assert not wide or made.layers[0].o.is_mkldnn or made.layers[0].o.numel() < LARGE
+    return made
+
+
+def asks_of(model, count: int, *, planned: bool = False) -> list[tuple[list[int], Sampling]]:
+    """Prompts of all lengths; greedy and sampled, through to R, of a fixed depth, and where they can, adaptive."""
+    draw = random.Random(0)
+    lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
+    draw.shuffle(lengths)
+    segments = model.shape.segments
+    kinds = [{}, {"depth": 2}, {"temperature": 0.8, "logprobs": "raw"}]
+    if model.shape.has_gate and not planned:
+        kinds += [{"exit_threshold": t} for t in (0.1, 0.3, 0.5, 0.7)]
+        kinds += [{"exit_threshold": 0.5, "min_depth": 2, "temperature": 1.0, "top_p": 0.9, "logprobs": "processed"}]
+    asks = []
+    for i, length in enumerate(lengths):
+        prompt = [draw.randrange(model.shape.vocab) for _ in range(length)]
+        kind = kinds[draw.randrange(len(kinds))]
+        asks.append((prompt, Sampling(max_tokens=draw.randint(2, 5), seed=i, min_depth=kind.get("min_depth", 1),
+                                      **{k: v for k, v in kind.items() if k != "min_depth"})))
+    assert all(ask.depth is None or ask.depth <= segments for _, ask in asks)
+    return asks
+
+
+def run(model, asks, *, batch_invariant=True, **options):
+    """(every output's logits, and what was reported) of each ask."""
+    engine = poison(Engine(model, batch_invariant=batch_invariant, page_size=8, **options))
+    watch = Watch(engine)
+    requests = [engine.submit(prompt, sampling) for prompt, sampling in asks]
+    outputs = drain(engine)
+    return [
+        (watch.logits[r.id], (outputs[r.id].token_ids, outputs[r.id].depths, outputs[r.id].logprobs)) for r in requests
+    ]
+
+
+def same_bits(one, other) -> bool:
+    (logits, reported), (others, reported_too) = one, other
+    return reported == reported_too and len(logits) == len(others) and all(map(torch.equal, logits, others))
+
+
+def differing(model, asks, lone, batches, **options) -> list[tuple[int, int]]:
+    """(batch size, request) for every request that is not what it is alone. Rows, neighbours and cuts are drawn."""
+    draw, found = random.Random(1), []
+    for size in batches:
+        chosen = draw.sample(range(len(asks)), size)
+        budget = draw.choice((3, 13, 64, 100, 512))
+        together = run(
+            model, [asks[i] for i in chosen], max_batch=size, max_batched_tokens=budget, **options
+        )
+        found += [(size, i) for i, seen in zip(chosen, together, strict=True) if not same_bits(lone[i], seen)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "fill", "batches"),
+    [
+        ("nano-float32", "last_exited", BATCHES),
+        ("nano-float32", "full", (4, 17, 33)),
+        ("nano-float32", "shared", (3, 17)),
+        ("nano-float64", "last_exited", (3, 17)),
+        ("looped-float32-wide", "last_exited", BATCHES),
+        ("looped-float32", "last_exited", BATCHES),
+        ("layered-float32", None, BATCHES),
+        ("layered-float32-wide", None, (3, 8, 33)),
+    ],
+)
+def test_logits_have_the_same_bits_in_every_batch(name, fill, batches):
+    model = model_of(name)
+    asks = asks_of(model, max(batches))
+    lone = [run(model, [ask], fill=fill)[0] for ask in asks]
+    assert differing(model, asks, lone, batches, fill=fill) == []
+
+
+@pytest.mark.parametrize("name", ["nano-float32", "looped-float32-wide"])
+def test_without_the_mode_a_batch_changes_bits(name):
+    model = model_of(name)
+    asks = asks_of(model, 17)
+    lone = [run(model, [ask], batch_invariant=False)[0] for ask in asks]
+    if not differing(model, asks, lone, (3, 17), batch_invariant=False):
+        pytest.skip("on this machine the plain engine is invariant in these batches")
+
+
+def test_one_ulp_is_a_difference():
+    model = model_of("nano-float32")
+    ask = asks_of(model, 1)[0]
+    one, other = run(model, [ask])[0], run(model, [ask])[0]
+    assert same_bits(one, other)
+    row = other[0][-1] = other[0][-1].clone()
+    row[3] = torch.nextafter(row[3], torch.tensor(torch.inf))
+    assert not same_bits(one, other)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 31, 32, 33, 64])
+def test_any_cut_of_a_prompt_gives_the_same_bits(budget):
+    model = model_of("nano-float32")
+    asks = [(prompt, Sampling(max_tokens=2)) for prompt, _ in asks_of(model, 21)[::4]]
+    whole = run(model, asks)
+    for cut, seen in zip(run(model, asks, max_batched_tokens=budget), whole, strict=True):
+        assert same_bits(cut, seen)
+
+
+def test_bfloat16_decode_has_the_same_bits_in_batches_up_to_8():
+    model = model_of("nano-bfloat16")
+    asks = asks_of(model, 8)
+    lone = [run(model, [ask])[0] for ask in asks]
+    assert differing(model, asks, lone, (1, 2, 3, 4, 8)) == []
+
+
+def test_a_decode_row_has_the_bits_of_a_prefill_row():
+    model = model_of("nano-float32")
+    for prompt, _ in asks_of(model, 5):
+        prefilled, decoded = (
+            run(model, [(prompt, Sampling(max_tokens=1, first_token=first))])[0] for first in ("prefill", "policy")
+        )
+        assert torch.equal(prefilled[0][0], decoded[0][0])
+
+
+@pytest.mark.parametrize("fill", ["full", "last_exited", "shared"])
+def test_the_mode_gives_what_the_reference_gives(fill):
+    asks = [([3, 1, 4, 1, 5], {"max_tokens": 4, "exit_threshold": 0.4}), ([2] * 9, {"max_tokens": 3, "depth": 2})]
+    asks += [([7], {"max_tokens": 5}), ([1, 2] * 35, {"max_tokens": 3, "temperature": 0.9, "seed": 5})]
+    assert_lone_runs(twins("looped"), asks, fill=fill, batch_invariant=True)
+
+
+@pytest.mark.parametrize("segments", [None, [2, 4]])
+def test_the_mode_gives_what_the_reference_gives_on_layered_models(segments):
+    asks = [([3, 1, 4, 1, 5], {"max_tokens": 4}), ([2] * 40, {"max_tokens": 3, "depth": 1}), ([7], {"max_tokens": 5})]
+    assert_lone_runs(twins("layered", segments=segments), asks, fill="full", batch_invariant=True)
+
+
+def test_rows_go_one_at_a_time_where_no_block_holds(monkeypatch):
+    monkeypatch.setattr(invariant, "_counts", lambda *_: (1,))
+    model = model_of("nano-float32")
+    asks = asks_of(model, 6)
+    assert Engine(model, batch_invariant=True).runner.model.counts["segment"] == (1,)
+    lone = [run(model, [ask])[0] for ask in asks]
+    assert differing(model, asks, lone, (3, 6)) == []
+
+
+def test_row_counts_are_kept_by_their_bits():
+    model = SimpleNamespace(shape=SimpleNamespace(hidden=8), dtype=torch.float32)
+    torch.manual_seed(0)
+
+    def by_count(h):  # below 8 rows one ulp more
+        return h if len(h) >= 8 else torch.nextafter(h, torch.full_like(h, torch.inf))
+
+    def by_place(h):
+        return torch.cat((h[:-1], torch.nextafter(h[-1:], torch.full_like(h[-1:], torch.inf))))
+
+    assert invariant._counts(model, lambda h: h) == invariant.COUNTS
+    assert invariant._counts(model, by_count) == (8, 16, 32, 64)
+    assert invariant._counts(model, by_place) == (1,)
+
+
+def test_rows_are_cut_into_the_fewest_blocks_that_are_allowed():
+    blocks = RowBlocks((4, 32))
+    assert list(blocks.cut(1)) == [Block(0, 1, 4)]
+    assert list(blocks.cut(5)) == [Block(0, 5, 32)]
+    assert list(blocks.cut(68)) == [Block(0, 32, 32), Block(32, 64, 32), Block(64, 68, 4)]
+    x = torch.arange(39.0)
+    assert torch.equal(blocks.run(lambda y: y * 2 if len(y) in (4, 32) else None, x), x * 2)
+
+
+@pytest.mark.parametrize("policy", [Policy, ReleasedArithmetic])
+def test_a_policy_decides_with_the_same_bits_in_every_batch(policy):
+    sampling, draw = Sampling(exit_threshold=0.5), torch.Generator().manual_seed(0)
+    fixed = in_blocks(policy())
+    start = fixed.start(torch.tensor([fixed.parameters(sampling, (1, 4), 4)], dtype=torch.float64))
+    for rows in BATCHES:
+        seen = torch.randn(rows, generator=draw) * 3
+        depth = torch.randint(1, 5, (rows,), generator=draw)
+        states = start.repeat(rows, 1)
+        states[:, 0] = torch.rand(rows, generator=draw, dtype=torch.float64)
+        leave, after = fixed.decide(states, depth, seen)
+        for i in range(rows):
+            at = slice(i, i + 1)
+            left, own = fixed.decide(states[at], depth[at], seen[at])
+            assert torch.equal(left, leave[at]) and torch.equal(own, after[at])
+
+
+def test_what_was_not_measured_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="measured on CPUs only"):
+        Invariant(SimpleNamespace(device=torch.device("cuda", 0)))
+    with pytest.raises(ValueError, match="dtype 'float16'; allowed: float32, float64, bfloat16"):
+        LLM("nano", dtype="float16", batch_invariant=True)
+    with pytest.raises(ValueError, match="batch_invariant is 'yes'; allowed: True, False"):
+        LLM("nano", batch_invariant="yes")
+    monkeypatch.setattr(invariant, "attend_each", lambda q, k, v, mask: q + k.shape[1] // 192)
+    with pytest.raises(ValueError, match="padded to 256 positions"):
+        Invariant(model_of("nano-float32"))
