@@ -37,7 +37,8 @@ class Engine:
 
     `submit` a prompt, call `step` until `idle`; each step runs one segment for every row and returns the tokens that
     came out. `work`, when set to a list, collects a TurnWork a step. Every request keeps to the `certificate`, if there
-    is one; whether that is for this model is the caller's to check (`LLM` does).
+    is one; whether that is for this model is the caller's to check (`LLM` does). `batch_invariant`: a request's logits
+    have the same bits whatever else is in the batch (`engine.invariant`).
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Engine:
             raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
         self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
         self.fill = load_fill(fill, model.shape)
-        self.gate_dtype, self.certificate, self.batch_invariant = gate_dtype, certificate, batch_invariant
+        self.gate_dtype, self.certificate = gate_dtype, certificate
+        self._invariant = Invariant(model) if batch_invariant else None
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
@@ -83,9 +85,13 @@ class Engine:
             max_batched_tokens=max_batched_tokens,
             prefill_rows=self.fill.prefill_rows,
         )
-        run_model = Invariant(model) if batch_invariant else model
         self.runner = Runner(
-            run_model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
+            self._invariant or model,
+            self.fill,
+            slots=max_batch,
+            pages=kv_pages,
+            page_size=page_size,
+            context=self.context,
         )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
@@ -125,7 +131,7 @@ class Engine:
         name = policy_name(sampling)
         if name not in self._policies:
             loaded = load_policy(name, gate_dtype=self.gate_dtype)
-            self._policies[name] = in_blocks(loaded) if self.batch_invariant else loaded
+            self._policies[name] = in_blocks(loaded) if self._invariant else loaded
         policy = self._policies[name]
         policy.check(sampling, self.model.shape)
         if sampling.stop and self.tokenizer is None:
@@ -237,6 +243,7 @@ class Engine:
             "pages_in_use": self.pages.in_use,
             "pages_peak": self._peak_pages,
             "kv_bytes": self.runner.pool.data.nbytes,
+            "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }
 

@@ -27,7 +27,8 @@ class LLM:
     tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
     certificate: a certificate.json, or what was read from it. The model and these options must be those that were
     certified (its weights are read once more for their hash); a request without an exit setting gets the certified
-    one, another exit setting, temperature, top_k or top_p is refused.
+    one, another exit setting, temperature, top_k or top_p is refused. batch_invariant: a request's logits have the same
+    bits whatever else is in the batch, on a CPU, at some cost (docs/batch-invariance.md).
 
     One thread at a time: several streams may be open and interleaved, but not stepped from several threads.
 

@@ -87,17 +87,24 @@ class BlockKV:
         values.index_copy_(0, self._write, v_nGD[:real].flatten(1))
         mixed = torch.zeros_like(q_nHD)  # of the padding too: it has no context
         for start, stop, storage, mask in self._seen:
-            k, v = (
-                x.index_select(0, storage.view(-1)).view(*storage.shape, *k_nGD.shape[1:]) for x in (keys, values)
-            )
+            k, v = (x.index_select(0, storage.view(-1)).view(*storage.shape, *k_nGD.shape[1:]) for x in (keys, values))
             mixed[start:stop] = attend_each(q_nHD[start:stop], k, v, mask)
         return mixed
 
 
 def attend_each(q_nHD: Tensor, k: Tensor, v: Tensor, mask_n11T: Tensor) -> Tensor:
-    """One query position a row over its own context ([n, T, G, D]) or over one that all share ([1, T, G, D])."""
+    """One query position a row over its own context ([n, T, G, D]) or over one that all share ([1, T, G, D]).
+
+    It runs on one thread: torch's kernel lays its threads' buffers end to end, and so sums in another order on the
+    second than on the first.
+    """
     k, v = (x.expand(len(q_nHD), -1, -1, -1) for x in (k, v))
-    return attend_rows(q_nHD, k, v, mask_n11T)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return attend_rows(q_nHD, k, v, mask_n11T)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _seen(turn: TurnKV, block: Block) -> Iterator[Seen]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +14,18 @@ from anydepth import LLM
 from anydepth.engine import invariant
 from anydepth.engine.engine import Engine
 from anydepth.engine.invariant import Invariant, in_blocks
+from anydepth.engine.sampling import Settings, processed, processed_logprobs, raw_logprobs
 from anydepth.exits.gate_cdf import Policy, ReleasedArithmetic
 from anydepth.models.load import load_checkpoint
 from anydepth.ops.invariant import Block, RowBlocks
 from anydepth.ops.linear import LARGE
 from anydepth.types import Sampling
-from tests.helpers import Watch, assert_lone_runs, drain, poison, twins
+from tests.helpers import assert_lone_runs, drain, poison, twins
 
 BATCHES = (1, 2, 3, 4, 8, 16, 17, 33)
+BUDGETS = (3, 13, 64, 100, 512)  # of prompt tokens a turn
 LENGTHS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 40, 62, 63, 64, 65, 66, 90)  # around every block's edge
-WIDE = {  # every matrix but the head goes to oneDNN
+WIDE = {  # all of its layers' matrices go to oneDNN
     "hidden_size": 512,
     "intermediate_size": 512,
     "num_attention_heads": 8,
@@ -37,52 +40,62 @@ def model_of(name: str):
     if name.startswith("nano"):
         return load_checkpoint("nano", dtype=name.removeprefix("nano-")).model
     kind, dtype, *wide = name.split("-")
-    changes = WIDE if wide else {}
-    made = twins(
-        kind,
-        dtype=getattr(torch, dtype),
-        segments=None if kind == "looped" else [1, 2] if wide else [1, 2, 4],
-        **changes,
-    )[0]
-    made.pack()
-    assert not wide or made.layers[0].o.is_mkldnn or made.layers[0].o.numel() < LARGE
-    return made
+    segments = None if kind == "looped" else [1, 2] if wide else [1, 2, 4]
+    model = twins(kind, dtype=getattr(torch, dtype), segments=segments, **(WIDE if wide else {}))[0]
+    assert not wide or model.layers[0].o.numel() >= LARGE
+    model.pack()
+    return model
 
 
-def asks_of(model, count: int, *, planned: bool = False) -> list[tuple[list[int], Sampling]]:
+def asks_of(model, count: int) -> list[tuple[list[int], Sampling]]:
     """Prompts of all lengths; greedy and sampled, through to R, of a fixed depth, and where they can, adaptive."""
     draw = random.Random(0)
     lengths = [LENGTHS[i % len(LENGTHS)] for i in range(count)]
     draw.shuffle(lengths)
-    segments = model.shape.segments
     kinds = [{}, {"depth": 2}, {"temperature": 0.8, "logprobs": "raw"}]
-    if model.shape.has_gate and not planned:
+    if model.shape.has_gate:
         kinds += [{"exit_threshold": t} for t in (0.1, 0.3, 0.5, 0.7)]
         kinds += [{"exit_threshold": 0.5, "min_depth": 2, "temperature": 1.0, "top_p": 0.9, "logprobs": "processed"}]
-    asks = []
-    for i, length in enumerate(lengths):
-        prompt = [draw.randrange(model.shape.vocab) for _ in range(length)]
-        kind = kinds[draw.randrange(len(kinds))]
-        asks.append((prompt, Sampling(max_tokens=draw.randint(2, 5), seed=i, min_depth=kind.get("min_depth", 1),
-                                      **{k: v for k, v in kind.items() if k != "min_depth"})))
-    assert all(ask.depth is None or ask.depth <= segments for _, ask in asks)
-    return asks
-
-
-def run(model, asks, *, batch_invariant=True, **options):
-    """(every output's logits, and what was reported) of each ask."""
-    engine = poison(Engine(model, batch_invariant=batch_invariant, page_size=8, **options))
-    watch = Watch(engine)
-    requests = [engine.submit(prompt, sampling) for prompt, sampling in asks]
-    outputs = drain(engine)
     return [
-        (watch.logits[r.id], (outputs[r.id].token_ids, outputs[r.id].depths, outputs[r.id].logprobs)) for r in requests
+        (
+            [draw.randrange(model.shape.vocab) for _ in range(length)],
+            Sampling(max_tokens=draw.randint(2, 4), seed=seed, **draw.choice(kinds)),
+        )
+        for seed, length in enumerate(lengths)
     ]
 
 
+def keep(engine) -> dict[str, list[torch.Tensor]]:
+    """What each request's outputs were made of, as they come: logits, and the state its policy decided by."""
+    kept, choose = defaultdict(list), engine.runner.sampler.choose
+
+    def chosen(sequences, logits_LV):
+        for sequence, row in zip(sequences, logits_LV, strict=True):
+            request = sequence.request
+            kept[request.id].append(row.clone())
+            if (states := engine.runner.states.get(request.policy)) is not None:
+                kept[request.id].append(states[sequence.slot].clone())
+        return choose(sequences, logits_LV)
+
+    engine.runner.sampler.choose = chosen
+    return kept
+
+
+def run(model, asks, *, alone=False, batch_invariant=True, **options):
+    """(what `keep` kept, what was reported) of each ask: all together, or `alone`, one after the other."""
+    engine = poison(Engine(model, batch_invariant=batch_invariant, page_size=8, **options))
+    kept, outputs, ids = keep(engine), {}, []
+    for prompt, sampling in asks:
+        ids.append(engine.submit(prompt, sampling).id)
+        if alone:
+            outputs |= drain(engine)
+    outputs |= drain(engine)
+    return [(kept[id], (outputs[id].token_ids, outputs[id].depths, outputs[id].logprobs)) for id in ids]
+
+
 def same_bits(one, other) -> bool:
-    (logits, reported), (others, reported_too) = one, other
-    return reported == reported_too and len(logits) == len(others) and all(map(torch.equal, logits, others))
+    (tensors, reported), (others, reported_too) = one, other
+    return reported == reported_too and len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
 def differing(model, asks, lone, batches, **options) -> list[tuple[int, int]]:
@@ -90,10 +103,8 @@ def differing(model, asks, lone, batches, **options) -> list[tuple[int, int]]:
     draw, found = random.Random(1), []
     for size in batches:
         chosen = draw.sample(range(len(asks)), size)
-        budget = draw.choice((3, 13, 64, 100, 512))
-        together = run(
-            model, [asks[i] for i in chosen], max_batch=size, max_batched_tokens=budget, **options
-        )
+        cuts = {"max_batch": draw.choice((size, size, -(-size // 2))), "max_batched_tokens": draw.choice(BUDGETS)}
+        together = run(model, [asks[i] for i in chosen], **cuts, **options)
         found += [(size, i) for i, seen in zip(chosen, together, strict=True) if not same_bits(lone[i], seen)]
     return found
 
@@ -103,6 +114,8 @@ def differing(model, asks, lone, batches, **options) -> list[tuple[int, int]]:
     [
         ("nano-float32", "last_exited", BATCHES),
         ("nano-float32", "full", (4, 17, 33)),
+        ("looped-float32-wide", "full", (2, 17)),
+        ("looped-float32-wide", "shared", (3, 8)),
         ("nano-float32", "shared", (3, 17)),
         ("nano-float64", "last_exited", (3, 17)),
         ("looped-float32-wide", "last_exited", BATCHES),
@@ -114,7 +127,7 @@ def differing(model, asks, lone, batches, **options) -> list[tuple[int, int]]:
 def test_logits_have_the_same_bits_in_every_batch(name, fill, batches):
     model = model_of(name)
     asks = asks_of(model, max(batches))
-    lone = [run(model, [ask], fill=fill)[0] for ask in asks]
+    lone = run(model, asks, alone=True, fill=fill)
     assert differing(model, asks, lone, batches, fill=fill) == []
 
 
@@ -122,7 +135,7 @@ def test_logits_have_the_same_bits_in_every_batch(name, fill, batches):
 def test_without_the_mode_a_batch_changes_bits(name):
     model = model_of(name)
     asks = asks_of(model, 17)
-    lone = [run(model, [ask], batch_invariant=False)[0] for ask in asks]
+    lone = run(model, asks, alone=True, batch_invariant=False)
     if not differing(model, asks, lone, (3, 17), batch_invariant=False):
         pytest.skip("on this machine the plain engine is invariant in these batches")
 
@@ -146,10 +159,29 @@ def test_any_cut_of_a_prompt_gives_the_same_bits(budget):
         assert same_bits(cut, seen)
 
 
+def test_a_policy_decides_by_the_same_bits_beside_many_others():
+    model, draw = model_of("nano-float32"), random.Random(0)
+    sampling = Sampling(max_tokens=3, exit_threshold=0.5)
+    asks = [([draw.randrange(model.shape.vocab) for _ in range(4)], sampling) for _ in range(40)]
+    lone, together = run(model, asks, alone=True), run(model, asks, max_batch=40)
+    assert all(map(same_bits, lone, together))
+
+
+def test_a_neighbour_with_a_long_context_changes_nothing():
+    model = twins("looped", dtype=torch.float32, max_position_embeddings=1100)[0]
+    draw = random.Random(0)
+    asks = [
+        ([draw.randrange(model.shape.vocab) for _ in range(length)], Sampling(max_tokens=3))
+        for length in (20, 63, 500, 509, 1090)
+    ]
+    lone = run(model, asks, alone=True)
+    assert differing(model, asks, lone, (2, 3, 5, 5)) == []
+
+
 def test_bfloat16_decode_has_the_same_bits_in_batches_up_to_8():
     model = model_of("nano-bfloat16")
     asks = asks_of(model, 8)
-    lone = [run(model, [ask])[0] for ask in asks]
+    lone = run(model, asks, alone=True)
     assert differing(model, asks, lone, (1, 2, 3, 4, 8)) == []
 
 
@@ -179,8 +211,9 @@ def test_rows_go_one_at_a_time_where_no_block_holds(monkeypatch):
     monkeypatch.setattr(invariant, "_counts", lambda *_: (1,))
     model = model_of("nano-float32")
     asks = asks_of(model, 6)
-    assert Engine(model, batch_invariant=True).runner.model.counts["segment"] == (1,)
-    lone = [run(model, [ask])[0] for ask in asks]
+    assert Engine(model, batch_invariant=True).stats()["batch_invariant"]["segment"] == (1,)
+    assert Engine(model).stats()["batch_invariant"] is None
+    lone = run(model, asks, alone=True)
     assert differing(model, asks, lone, (3, 6)) == []
 
 
@@ -206,6 +239,26 @@ def test_rows_are_cut_into_the_fewest_blocks_that_are_allowed():
     assert list(blocks.cut(68)) == [Block(0, 32, 32), Block(32, 64, 32), Block(64, 68, 4)]
     x = torch.arange(39.0)
     assert torch.equal(blocks.run(lambda y: y * 2 if len(y) in (4, 32) else None, x), x * 2)
+
+
+@pytest.mark.parametrize("vocab", [76, 4096])
+def test_sampling_has_the_same_bits_in_every_batch(vocab):
+    draw = torch.Generator().manual_seed(0)
+    for rows in BATCHES:
+        logits = torch.randn(rows, vocab, generator=draw) * 4
+        temperature, top_p = torch.rand(2, rows, generator=draw, dtype=torch.float64) + 0.3
+        top_k = torch.randint(1, vocab + 2, (rows,), generator=draw)
+
+        def chosen(at, *, logits=logits, settings=Settings(temperature, top_k, top_p.clamp(max=1))):  # noqa: B008
+            asked = Settings(*(setting[at] for setting in settings))
+            chances = processed(logits[at], asked, max_k=vocab, any_top_p=True)
+            token = chances.argmax(-1)
+            return chances, chances.cumsum(-1), processed_logprobs(chances, token), raw_logprobs(logits[at], token)
+
+        together = chosen(slice(None))
+        for i in range(rows):
+            at = slice(i, i + 1)
+            assert all(torch.equal(own, all_[at]) for own, all_ in zip(chosen(at), together, strict=True))
 
 
 @pytest.mark.parametrize("policy", [Policy, ReleasedArithmetic])
