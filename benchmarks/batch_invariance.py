@@ -27,6 +27,7 @@ from torch.nn.functional import silu
 
 from anydepth.bench.rows import write_rows
 from anydepth.engine.engine import Engine
+from anydepth.engine.invariant import Invariant
 from anydepth.exits.gate_cdf import Policy
 from anydepth.models.decoder import Decoder, rms_norm, rotate
 from anydepth.models.load import load_checkpoint
@@ -37,7 +38,7 @@ from anydepth.ops.linear import linear, pack
 from anydepth.types import Sampling
 
 COUNTS = (1, 2, 3, 4, 5, 8, 16, 17, 32, 33, 64, 128)
-DRAWS = 2
+ONE_NUMBER = 40  # draws where a row gives one number, which shows less
 Rows = list[dict[str, Any]]
 
 
@@ -69,10 +70,12 @@ def main() -> None:
     write_rows(options.out, settings=settings, rows=rows, checkpoint=nano)
 
 
-def measured(function: Callable[[Tensor], Tensor], draw: Callable[[int], Tensor]) -> dict[str, list[int]]:
+def measured(
+    function: Callable[[Tensor], Tensor], draw: Callable[[int], Tensor], *, draws: int = 2
+) -> dict[str, list[int]]:
     """Row counts at which bits hold, and those of them at which they are the bits of 32 rows."""
     holds, as_32 = set(COUNTS), set(COUNTS)
-    for _ in range(DRAWS):
+    for _ in range(draws):
         x = draw(max(COUNTS))
         wanted = torch.cat([function(block) for block in x.split(32)])
         for count in COUNTS:
@@ -131,7 +134,7 @@ def row_functions() -> Rows:
                 "gate": lambda x, w=weight: torch.nn.functional.linear(x, w[None]).squeeze(-1),
             }
             for name, function in functions.items():
-                found = measured(function, normal(dtype, width))
+                found = measured(function, normal(dtype, width), draws=ONE_NUMBER if name == "gate" else 2)
                 rows.append({"measured": "row function", "function": name, "width": width, **_dtype(dtype), **found})
         policy = Policy()
         state = policy.start(torch.tensor([policy.parameters(Sampling(exit_threshold=0.5), (1, 4), 4)]).double())
@@ -140,7 +143,7 @@ def row_functions() -> Rows:
             depth = torch.ones(len(signals), dtype=torch.int64)
             return policy.decide(state.expand(len(signals), -1), depth, signals)[1][:, 0]
 
-        found = measured(decide, normal(dtype))
+        found = measured(decide, normal(dtype), draws=ONE_NUMBER)
         rows.append({"measured": "row function", "function": "gate_cdf", "width": 1, **_dtype(dtype), **found})
     return rows
 
@@ -184,7 +187,9 @@ def _dtype(dtype: torch.dtype) -> dict[str, str]:
 
 def speed(name: str, model: Any, prompts: list[list[int]], length: int, repetitions: int) -> Rows:
     """Tokens/s of whole runs (prompts included) and of turns without prompt tokens."""
-    rows = []
+    start = time.perf_counter()
+    counts = Invariant(model).counts
+    rows: Rows = [{"measured": "check", "model": name, "s": round(time.perf_counter() - start, 3), "counts": counts}]
     engines = {mode: Engine(model, batch_invariant=mode == "invariant") for mode in ("normal", "invariant")}
     for concurrency in (1, 8, 32):
         timed: dict[str, list[tuple[float, float]]] = {mode: [] for mode in engines}

@@ -95,8 +95,7 @@ class BlockKV:
 def attend_each(q_nHD: Tensor, k: Tensor, v: Tensor, mask_n11T: Tensor) -> Tensor:
     """One query position a row over its own context ([n, T, G, D]) or over one that all share ([1, T, G, D]).
 
-    It runs on one thread: torch's kernel lays its threads' buffers end to end, and so sums in another order on the
-    second than on the first.
+    It runs on one thread: with two, torch's kernel gave a row other bits by the thread that took it.
     """
     k, v = (x.expand(len(q_nHD), -1, -1, -1) for x in (k, v))
     threads = torch.get_num_threads()
