@@ -1,7 +1,7 @@
 """What a signal mode costs per executed segment, beside `sync`: decode only, signals one turn late, adaptive exits.
 
-Modes are run in turn on the same requests, forth and back, each pair a ratio. Time is that of the processor, since other
-programs share the machine (wall clock stands beside it); with one thread the two are the same on an idle one. `resident`
+The modes take turns on the same requests, round by round, and a pair is a ratio of their sums. Time is that of the
+processor, since other programs share the machine (the wall clock stands beside it); all runs on one thread. `resident`
 reads out, samples and embeds in every turn, whether or not a row leaves: what that costs is measured alone on as many
 rows, and its ratio is given with and without it.
 
@@ -45,12 +45,24 @@ GATE_BIAS = 0.3  # depths of 1 to 4 at a threshold of 0.7
 
 
 class Cost(NamedTuple):
-    """Decode segments of one run, and microseconds for each: of the processor, and of the clock on the wall."""
+    """Decode segments that were executed, turns, and seconds: of the processor, and of the clock on the wall."""
 
     executed: int
     turns: int
-    cpu_us: float
-    wall_us: float
+    cpu_s: float
+    wall_s: float
+
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def cpu_us(self) -> float:
+        """A segment's microseconds of the processor."""
+        return self.cpu_s / self.executed * 1e6
+
+    @property
+    def wall_us(self) -> float:
+        return self.wall_s / self.executed * 1e6
 
 
 def main() -> None:
@@ -67,7 +79,8 @@ def main() -> None:
         model = checkpoint.model if name == "nano" else random_ouro(LARGE, seed=0)
         for concurrency in map(int, options.concurrency.split(",")):
             asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
-            rows += compare(name, model, asked, pairs=options.pairs)
+            rounds = max(1, 48 // concurrency) if name == "nano" else 1
+            rows += compare(name, model, asked, pairs=options.pairs, rounds=rounds)
             for row in rows[-len(MODES) + 1 :]:
                 print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     settings = {**vars(options), "benchmark": "late_signals", "out": None}
@@ -75,10 +88,13 @@ def main() -> None:
 
 
 def nano_asked(checkpoint: Any, concurrency: int) -> list[tuple[list[int], Sampling]]:
-    """Long explanations at the threshold of the study, past their end so that all have one length."""
-    chosen = [question for question in questions("validation") if question.kind == "why"][:concurrency]
-    ask = Sampling(max_tokens=60, exit_threshold=0.5, ignore_eos=True)
-    return [(checkpoint.tokenizer.encode(question.prompt), ask) for question in chosen]
+    """The longest explanations at the threshold of the study, each as long as the right answer."""
+    chosen = [q for q in questions("validation") if q.kind == "why" and q.difficulty == 6][:concurrency]
+    encode = checkpoint.tokenizer.encode
+    return [
+        (encode(q.prompt), Sampling(max_tokens=len(encode(q.answer)), exit_threshold=0.5, ignore_eos=True))
+        for q in chosen
+    ]
 
 
 def random_asked(concurrency: int) -> list[tuple[list[int], Sampling]]:
@@ -87,16 +103,22 @@ def random_asked(concurrency: int) -> list[tuple[list[int], Sampling]]:
     return [([draw.randrange(LARGE["vocab_size"]) for _ in range(24)], ask) for _ in range(concurrency)]
 
 
-def compare(name: str, model: Model, asked: list[tuple[list[int], Sampling]], *, pairs: int) -> list[dict[str, Any]]:
-    """One row for each mode but `sync`: medians (least, most) over the pairs."""
+def compare(
+    name: str, model: Model, asked: list[tuple[list[int], Sampling]], *, pairs: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One row for each mode but `sync`: medians (least, most) over the pairs, each of so many rounds."""
     engines = {mode: new_engine(model, mode, asked) for mode in MODES}
     for engine in engines.values():
         decode(engine, asked)
     costs: dict[str, list[Cost]] = {mode: [] for mode in MODES}
     readout_us = []
-    for pair in range(pairs):
-        for mode in MODES if pair % 2 else MODES[::-1]:
-            costs[mode].append(decode(engines[mode], asked))
+    for _ in range(pairs):
+        sums = dict.fromkeys(MODES, Cost(0, 0, 0.0, 0.0))
+        for n in range(rounds):
+            for mode in MODES if n % 2 else MODES[::-1]:
+                sums[mode] += decode(engines[mode], asked)
+        for mode in MODES:
+            costs[mode].append(sums[mode])
         readout_us.append(readout_cost(model, len(asked)))
     a_row = [us / len(asked) for us in readout_us]
     rows = []
@@ -146,7 +168,7 @@ def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
         outputs += [chunk.output for chunk in engine.step() if chunk.output]
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     executed = sum(output.usage.segments_executed for output in outputs)
-    return Cost(executed, engine.scheduler.turn - turns, cpu / executed * 1e6, wall / executed * 1e6)
+    return Cost(executed, engine.scheduler.turn - turns, cpu, wall)
 
 
 @torch.inference_mode()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from anydepth.certificate import Certificate
+from anydepth.engine.invariant import Invariant, in_blocks
 from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
@@ -37,7 +38,8 @@ class Engine:
 
     `submit` a prompt, call `step` until `idle`; each step runs one segment for every row and returns the tokens that
     came out. `work`, when set to a list, collects a TurnWork a step. Every request keeps to the `certificate`, if there
-    is one; whether that is for this model is the caller's to check (`LLM` does).
+    is one; whether that is for this model is the caller's to check (`LLM` does). `batch_invariant`: a request's logits
+    have the same bits whatever else is in the batch (`engine.invariant`).
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Engine:
         host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -69,9 +72,12 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
+        if not isinstance(batch_invariant, bool):
+            raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
         self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
         self.fill = load_fill(fill, model.shape)
         self.gate_dtype, self.certificate = gate_dtype, certificate
+        self._invariant = Invariant(model) if batch_invariant else None
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
@@ -93,7 +99,9 @@ class Engine:
             prefill_rows=self.fill.prefill_rows,
             host_pages=self._host_pages(host_kv_bytes),
         )
-        self.runner = self.mode.runner(model, self.fill, self.slots, lateness=self.lateness, submission=self.submission)
+        self.runner = self.mode.runner(
+            self._invariant or model, self.fill, self.slots, lateness=self.lateness, submission=self.submission
+        )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._stepping, self._to_abort = False, list[str]()
@@ -138,7 +146,8 @@ class Engine:
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
         if name not in self._policies:
-            self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
+            loaded = load_policy(name, gate_dtype=self.gate_dtype)
+            self._policies[name] = in_blocks(loaded) if self._invariant else loaded
         policy = self._policies[name]
         policy.check(sampling, self.model.shape)
         if sampling.stop and self.tokenizer is None:
@@ -281,6 +290,7 @@ class Engine:
             "prefix_pages_copied": self.pages.copied,
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
+            "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }
 

@@ -29,7 +29,8 @@ class LLM:
     tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
     certificate: a certificate.json, or what was read from it. The model and these options must be those that were
     certified (its weights are read once more for their hash); a request without an exit setting gets the certified
-    one, another exit setting, temperature, top_k or top_p is refused.
+    one, another exit setting, temperature, top_k or top_p is refused. batch_invariant: a request's logits have the same
+    bits whatever else is in the batch, on a CPU, at some cost (docs/batch-invariance.md).
 
     One thread at a time: several streams may be open and interleaved, but not stepped from several threads.
 
@@ -57,6 +58,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         gate_dtype: str = "float32",
         certificate: str | Path | Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if certificate is not None and not isinstance(certificate, Certificate):
             certificate = Certificate.read(certificate)
@@ -79,6 +81,7 @@ class LLM:
             host_kv_bytes=host_kv_bytes,
             gate_dtype=gate_dtype,
             certificate=certificate,
+            batch_invariant=batch_invariant,
         )
         self.engine = make_engine(signals=signals, lateness=lateness, submission=submission)
         # Scores are made without lateness: where the engine's signals come late, by one of its own, once it is needed.

@@ -109,6 +109,9 @@ def run_turn(
     depth, position, output, runs, kept = state.numbers_S5.index_select(0, slots).unbind(1)
     h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs > 0, prompts, kind)
 
+    if prompts is not None and len(slots) + len(prompts.ending_slots_F) == 0:  # nobody who could give a token
+        return Given(slots.new_zeros(3, 0), None, h_Pd)
+
     limits_B3 = asks.limits_S3.index_select(0, slots)
     leaves, last = _decide(model, policies, asks, slots, depth, output, runs, limits_B3, h_Bd, kind)
     read_Bd, read_depth, left = h_Bd, depth, last if leaves is None else leaves | last

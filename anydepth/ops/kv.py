@@ -80,21 +80,21 @@ class TurnKV:
         mask_B11T: Tensor | None,
         chunks: list[Chunk],
     ) -> None:
-        self._pool, self.positions, self.write_N = pool, positions_N, write_N
-        self._storage_BT, self._mask_B11T, self._chunks = storage_BT, mask_B11T, chunks
+        self.pool, self.positions, self.write_N = pool, positions_N, write_N
+        self.storage_BT, self.mask_B11T, self.chunks = storage_BT, mask_B11T, chunks
 
     def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
-        pool = self._pool
+        pool = self.pool
         keys, values = pool.data[layer].unbind()
         keys.index_copy_(0, self.write_N, k_NGD.flatten(1))
         values.index_copy_(0, self.write_N, v_NGD.flatten(1))
         done, parts = 0, []
-        if self._storage_BT is not None:
-            done, context = self._storage_BT.shape
-            both = pool.data[layer].index_select(1, self._storage_BT.view(-1))
+        if self.storage_BT is not None:
+            done, context = self.storage_BT.shape
+            both = pool.data[layer].index_select(1, self.storage_BT.view(-1))
             k, v = both.view(2, done, context, pool.groups, pool.head_dim).unbind()
-            parts.append(attend_rows(q_NHD[:done], k, v, self._mask_B11T))
-        for rows, storage_T, mask_nT in self._chunks:
+            parts.append(attend_rows(q_NHD[:done], k, v, self.mask_B11T))
+        for rows, storage_T, mask_nT in self.chunks:
             if isinstance(storage_T, slice):
                 k, v = keys[storage_T], values[storage_T]
             else:
