@@ -17,6 +17,7 @@ from torch import Tensor
 from anydepth.engine.plan import Outcome, Read, Row, Sequence
 
 TOKENS, DEPTHS, ANSWERS = range(3)  # lines of a buffer's numbers
+ALL_LINES = slice(None)
 
 
 class Buffer:
@@ -34,16 +35,22 @@ class Buffer:
         self._done: Any = torch.cuda.Event() if pinned else None
         self._lists: dict[str, Any] = {}
 
-    def write(self, name: str, values: Tensor | None, line: int | None = None) -> None:
-        """Copy values, if any, to the beginning of a field (or of one line of the numbers), without waiting for it."""
-        if values is None:
-            return
-        field = getattr(self, name)
-        field = field if line is None else field[line]
-        field[..., : values.shape[-1]].copy_(values, non_blocking=True)
-
-    def submitted(self) -> None:
-        """All has been written, as far as the host is concerned."""
+    def write(
+        self,
+        numbers: Iterable[tuple[int | slice, Tensor | None]],
+        *,
+        logprob: Tensor | None = None,
+        matches: Tensor | None = None,
+    ) -> None:
+        """Copy all that the turn gives to the beginnings of the fields, of the numbers line by line (or all lines at
+        once), without waiting for it."""
+        for line, values in numbers:
+            if values is not None:
+                self.numbers[line, : values.shape[-1]].copy_(values, non_blocking=True)
+        if logprob is not None:
+            self.logprob[: len(logprob)].copy_(logprob, non_blocking=True)
+        if matches is not None:
+            self.matches[: len(matches)].copy_(matches, non_blocking=True)
         if self._done is not None:
             self._done.record()
 

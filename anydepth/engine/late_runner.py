@@ -66,8 +66,13 @@ class LateRunner(Runner):
     def _leave(self, leaving: tuple[Leave, ...]) -> Left:
         """Fill, readout, sampling, and the embedding that each row carries on with. The late round has written its
         planes by now, so what is copied over them stays."""
-        slots, slots_L = self.slots, self._index(leave.slot for leave in leaving)
-        copies = self._finalise(leaving)
+        slots, copied = self.slots, [x for x in leaving if x.depth and x.depth < self.segments and self.fill.copies]
+        depths = tuple(leave.depth or 0 for leave in copied)
+        numbers = [leave.slot for leave in leaving]  # one transfer for all
+        numbers += [slots.map.place(leave.slot, leave.position) for leave in copied]
+        slots_L, places, depth = self._index((*numbers, *depths)).split((len(leaving), len(copied), len(copied)))
+        if copied:
+            self.fill.leave(slots.pool, slots.map.at(places, depth), depth)
         kept = [leave.kept for leave in leaving]
         h_Ld = (slots.kept_h_Sd if all(kept) else slots.h_Sd).index_select(0, slots_L)
         if any(kept) and not all(kept):
@@ -77,7 +82,7 @@ class LateRunner(Runner):
         choice = slots.sampler.choose([Draw(x.sequence, x.slot, x.output) for x in leaving], logits_LV)
         slots.h_Sd.index_copy_(0, slots_L, self.model.embed(choice.feed_L))
         unknown = any(leave.depth is None for leave in leaving)
-        return Left(copies, choice, slots.kept_depth_S.index_select(0, slots_L) if unknown else None)
+        return Left(depths, choice, slots.kept_depth_S.index_select(0, slots_L) if unknown else None)
 
     def _depths(self, leaving: tuple[Leave, ...], slots_L: Tensor) -> list[int]:
         """Depths of the readouts. A looped model reads all alike; of a layered one the host must ask for those that
@@ -87,26 +92,14 @@ class LateRunner(Runner):
         there = self.slots.kept_depth_S.index_select(0, slots_L).tolist()
         return [leave.depth or depth for leave, depth in zip(leaving, there, strict=True)]
 
-    def _finalise(self, leaving: tuple[Leave, ...]) -> tuple[int, ...]:
-        """Fill the planes deeper than the readout; the depths that were copied from."""
-        early = [x for x in leaving if x.depth is not None and x.depth < self.segments] if self.fill.copies else []
-        if not early:
-            return ()
-        depths = tuple(leave.depth or 0 for leave in early)
-        depth_L = self._index(depths)
-        storage_L = self.slots.map.at(((leave.slot, leave.position) for leave in early), depth_L)
-        self.fill.leave(self.slots.pool, storage_L, depth_L)
-        return depths
-
     def _advance(self, plan: Plan) -> list[tuple[list[int], Tensor]]:
         """Every row through its segment; what the policies say of them."""
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-        slots_B = self._index(row.slot for row in decode)
-        depth_B = self._index(row.depth for row in decode)
+        slots_B, depth_B, start_B = self._numbers(decode)
         carried = self._carried(slots_B, prefill)
         if decode and not (self.fill.runs_on or self.reads_late):  # the state one round back, for a row that left there
             self.slots.kept_h_Sd.index_copy_(0, slots_B, carried[: len(decode)])
-        h_Nd = self.model.segment(plan.segment, carried, self._kv(plan, slots_B, depth_B))
+        h_Nd = self.model.segment(plan.segment, carried, self._kv(plan, slots_B, depth_B, start_B))
         h_Bd = h_Nd[: len(decode)]
         asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
@@ -149,13 +142,8 @@ class LateRunner(Runner):
             token, depth = left.choice.token_L, left.depth_L
             logprob, matches = left.choice.logprob_L, left.choice.matches_L
         buffer = self.buffers.take()
-        with self.streams.beside(token, depth, logprob, matches, leaves):
-            buffer.write("numbers", token, TOKENS)
-            buffer.write("numbers", depth, DEPTHS)
-            buffer.write("numbers", leaves, ANSWERS)
-            buffer.write("logprob", logprob)
-            buffer.write("matches", matches)
-            buffer.submitted()
+        numbers = ((TOKENS, token), (DEPTHS, depth), (ANSWERS, leaves))
+        self.streams.beside(buffer.write, numbers, logprob=logprob, matches=matches)
         tokens: dict[Sequence, tuple[int | None, int | None]] = {
             leave.sequence: (n, leave.depth) for n, leave in enumerate(plan.leaving)
         }

@@ -5,13 +5,12 @@ Shape suffixes as in `resident_turn`.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anydepth.engine.completions import Buffers, Completions, Part, Submitted
+from anydepth.engine.completions import ALL_LINES, Buffers, Completions, Part, Submitted
 from anydepth.engine.graphs import Graphs
 from anydepth.engine.plan import LateResult, Plan, Row, Seat, Sequence
 from anydepth.engine.resident_turn import Asks, Given, Kind, Policies, Prompts, State, run_turn
@@ -189,12 +188,11 @@ class ResidentRunner:
     ) -> Submitted:
         """Send the turn's outcomes on their way. Of `decode_rows` places the last may be padding."""
         buffer = self.buffers.take()
-        # What a graph gives is overwritten by its next replay, so it is copied away before that, on the same stream.
-        aside = nullcontext() if self.graphs else self.streams.beside(given.given_3L, given.logprob_L)
-        with aside:
-            buffer.write("numbers", given.given_3L)
-            buffer.write("logprob", given.logprob_L)
-            buffer.submitted()
+        numbers = ((ALL_LINES, given.given_3L),)
+        if self.graphs is None:
+            self.streams.beside(buffer.write, numbers, logprob=given.logprob_L)
+        else:  # what a graph gives is overwritten by its next replay: it is copied away before that, on the same stream
+            buffer.write(numbers, logprob=given.logprob_L)
         parts: list[Part] = [(row.sequence, row, n, None, n) for n, row in enumerate(decode)]
         at = decode_rows
         for row in prompts:

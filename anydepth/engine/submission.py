@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +52,10 @@ def default_submission(signals: str, device: torch.device) -> Submission:
     )
 
 
+Numbers = Sequence[tuple[int | slice, Tensor | None]]
+Write = Callable[..., None]
+
+
 class Streams:
     """The stream that turns run on, and the one that carries what came of them to the host. On a CPU, and with one
     stream, both are the stream there is."""
@@ -60,16 +63,14 @@ class Streams:
     def __init__(self, submission: Submission, device: torch.device) -> None:
         self._boundary: Any = torch.cuda.Stream(device) if submission.streams > 1 else None
 
-    @contextmanager
-    def beside(self, *tensors: Tensor | None) -> Iterator[None]:
-        """What is done inside runs after all that was submitted so far, and beside all that comes. `tensors` are those
-        it reads: their memory is not used again before it has."""
+    def beside(self, write: Write, numbers: Numbers, **tensors: Tensor | None) -> None:
+        """Call write(numbers, **tensors) after all that was submitted so far, and beside all that comes."""
         if self._boundary is None:
-            yield
+            write(numbers, **tensors)
             return
         self._boundary.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._boundary):
-            yield
-            for tensor in tensors:
-                if tensor is not None:
-                    tensor.record_stream(self._boundary)
+            write(numbers, **tensors)
+        for tensor in (*(values for _, values in numbers), *tensors.values()):
+            if tensor is not None:  # its memory is not used again before it has been read
+                tensor.record_stream(self._boundary)

@@ -11,7 +11,7 @@ request are the same in every plane, so copying between planes moves along the i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -51,9 +51,9 @@ class KVPool:
 
     def copy_deeper(self, storage_N: Tensor, depth_N: Tensor) -> None:
         """Copy each row's K/V of plane `depth`, layer by layer, into every deeper plane."""
-        target_NR = self._deeper.index_select(0, depth_N) + storage_N.unsqueeze(1)
-        rows = self.data.index_select(2, storage_N).unsqueeze(3).expand(-1, -1, -1, self.planes, -1)
-        self.data.index_copy_(2, target_NR.view(-1), rows.flatten(2, 3))
+        source_NR = storage_N.unsqueeze(1).expand(-1, self.planes)
+        target_NR = source_NR + self._deeper.index_select(0, depth_N)
+        self.data.index_copy_(2, target_NR.view(-1), self.data.index_select(2, source_NR.reshape(-1)))
 
 
 class Chunk(NamedTuple):
@@ -134,11 +134,13 @@ class KVMap:
         else:
             self._run.pop(slot, None)
 
-    def at(self, places: Iterable[tuple[int, int]], depth_N: Tensor) -> Tensor:
-        """Where the plane of `depth` holds each (slot, position), [N]."""
-        width = self.table.shape[1]
-        flat_N = send((slot * width + position for slot, position in places), self.table.device)
-        return self.table.view(-1).index_select(0, flat_N) + self.pool.offset(depth_N)
+    def place(self, slot: int, position: int) -> int:
+        """A slot's position as one number, for `at`."""
+        return slot * self.table.shape[1] + position
+
+    def at(self, places_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Where the plane of `depth` holds each place, [N]."""
+        return self.table.view(-1).index_select(0, places_N) + self.pool.offset(depth_N)
 
     def storage(self, pages: Sequence[int]) -> Tensor:
         """Indices of all positions of these pages in every plane, [planes * pages * page_size]."""

@@ -96,14 +96,16 @@ FAULTS = {
         Runner, "_fill", "if not self.fill.copies:", "if True:", depth_1
     ),
     "copies are of plane 1, not of the readout depth's": Fault(
-        KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N % self.positions)", depth_2
+        KVPool, "copy_deeper", "index_select(2, source_NR.reshape(-1))",
+        "index_select(2, source_NR.reshape(-1) % self.positions)", depth_2
     ),
     "copies reach the next plane only": Fault(
         KVPool, "copy_deeper", "self._deeper.index_select(0, depth_N)",
         "self._deeper.index_select(0, depth_N).clamp(max=self.positions)", depth_1,
     ),
     "copies are of the neighbouring position": Fault(
-        KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N - 1)", depth_1
+        KVPool, "copy_deeper", "index_select(2, source_NR.reshape(-1))",
+        "index_select(2, source_NR.reshape(-1) - 1)", depth_1
     ),
     "decode rows of all depths write and read plane 1": Fault(
         KVPool, "offset", "(depth_N - 1) * self.positions", "0 * depth_N", together

@@ -76,11 +76,11 @@ FAULTS = {
     # -- late rounds --------------------------------------------------------------------------------------------------
     "planes are finalised before the late round writes": Fault(
         LateRunner, "_advance", "h_Nd = self.model.segment(",
-        "at = self.slots.map.at(((row.slot, row.start) for row in decode), (depth_B - 1).clamp(min=1));"
+        "at = self.slots.map.at(slots_B * self.slots.map.table.shape[1] + start_B, (depth_B - 1).clamp(min=1));"
         "self.fill.leave(self.slots.pool, at, (depth_B - 1).clamp(min=1)) if decode else None;"
         "h_Nd = self.model.segment(",
-        exact, also=(LateRunner, "_finalise",
-              "self.fill.leave(self.slots.pool, storage_L, depth_L)", "pass"),
+        exact, also=(LateRunner, "_leave",
+              "self.fill.leave(slots.pool, slots.map.at(places, depth), depth)", "pass"),
     ),
     "a stale result is trusted by its id": Fault(
         LateScheduler, "update", "for sequence, read, row, leaves in result.outcomes:",

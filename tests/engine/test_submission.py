@@ -77,8 +77,9 @@ def test_the_default_is_all_that_can_be_done():
 
 
 def test_one_stream_needs_no_device():
-    with Streams(Submission(), CPU).beside(torch.zeros(1), None):
-        pass
+    wrote = []
+    Streams(Submission(), CPU).beside(lambda *given, **more: wrote.append((given, more)), ((0, None),), logprob=None)
+    assert wrote == [((((0, None),),), {"logprob": None})]
 
 
 def test_a_buffer_in_flight_is_not_given_out_and_one_that_was_read_is():
