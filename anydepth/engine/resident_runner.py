@@ -13,7 +13,7 @@ from torch import Tensor
 from anydepth.engine.completions import ALL_LINES, Buffers, Completions, Part, Submitted
 from anydepth.engine.graphs import Graphs
 from anydepth.engine.plan import LateResult, Plan, Row, Seat, Sequence
-from anydepth.engine.resident_turn import Asks, Given, Kind, Policies, Prompts, State, run_turn
+from anydepth.engine.resident_turn import MOVING, Asks, Given, Kind, Policies, Prompts, State, run_turn
 from anydepth.engine.runner import turn_work
 from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Streams, Submission
@@ -32,9 +32,8 @@ class ResidentSlots(Slots):
 
         rows = slots + 1
         # A row of padding is one that has ended, at depth 1 and position 0.
-        self.state = State(self.h_Sd, self.kept_h_Sd, self._numbers(rows, 5))
+        self.state = State(self.h_Sd, self.kept_h_Sd, self._numbers(rows, 8))
         self.asks = Asks(
-            limits_S3=self._numbers(rows, 3),
             planned_SI=self._numbers(rows, context + 1),
             stop_SK=self._numbers(rows, 8, value=-1),
             sampled_S=torch.zeros(rows, dtype=torch.bool, device=self.device),
@@ -42,7 +41,7 @@ class ResidentSlots(Slots):
             uniform_SI=self.sampler.uniform_SI,
             settings=self.sampler.settings,
         )
-        self.state.numbers_S5[:, 0] = self.asks.limits_S3[:, 0] = 1
+        self.state.numbers_S8[:, 0] = self.state.numbers_S8[:, 5] = 1
 
     def _numbers(self, *size: int, value: int = 0) -> Tensor:
         return torch.full(size, value, dtype=torch.int64, device=self.device)
@@ -62,11 +61,11 @@ class ResidentSlots(Slots):
     def _seat(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> None:
         asks, request, new = self.asks, sequence.request, sequence.saved is None
         super()._seat(sequence, slot, pages)
-        if new:
-            self.state.numbers_S5[slot] = self.index((1, len(request.prompt_ids) - 1, 0, 1, 0))
         known = list(self.states)
         number = known.index(request.policy) if request.policy in known else -1  # type: ignore[arg-type]
-        asks.limits_S3[slot] = self.index((request.bounds[1], request.max_tokens, number))
+        if new:
+            self.state.numbers_S8[slot, :MOVING] = self.index((1, len(request.prompt_ids) - 1, 0, 1, 0))
+        self.state.numbers_S8[slot, MOVING:] = self.index((request.bounds[1], request.max_tokens - 1, number))
         asks.sampled_S[slot] = request.sampling.temperature > 0
         asks.processed_S[slot] = sequence.logprobs_mode == "processed"
         depths = planned_depths(sequence, self.model.shape.segments)

@@ -21,7 +21,8 @@ from anydepth.ops.kv import Chunk, KVMap, TurnKV
 
 
 class State(NamedTuple):
-    """What changes from turn to turn, by slot: h_Sd and kept_h_Sd as in `Slots`, and five numbers, int64.
+    """What changes from turn to turn, by slot: h_Sd and kept_h_Sd as in `Slots`, and eight numbers, int64, of which the
+    last three are the request's own.
 
     | column | |
     |---|---|
@@ -30,18 +31,23 @@ class State(NamedTuple):
     | 2 | which output comes next |
     | 3 | 1 while the request runs, 0 once it has ended |
     | 4 | depth of kept_h_Sd, 0 while nothing is kept |
+    | 5 | its max_depth |
+    | 6 | its last output |
+    | 7 | the number of its policy, -1 if none is asked |
     """
 
     h_Sd: Tensor
     kept_h_Sd: Tensor
-    numbers_S5: Tensor
+    numbers_S8: Tensor
+
+
+MOVING = 5  # columns that change from turn to turn
 
 
 class Asks(NamedTuple):
-    """What a request asked for, by slot. limits_S3: max_depth, max_tokens, number of its policy; planned_SI: readout
-    depth of output i, 0 where the policy decides; stop_SK: its stop ids, -1 where there are fewer."""
+    """What a request asked for, by slot. planned_SI: readout depth of output i, 0 where the policy decides; stop_SK:
+    its stop ids, -1 where there are fewer."""
 
-    limits_S3: Tensor
     planned_SI: Tensor
     stop_SK: Tensor
     sampled_S: Tensor
@@ -106,43 +112,43 @@ def run_turn(
     what comes of it is dropped.
     """
     segments = model.shape.segments
-    depth, position, output, runs, kept = state.numbers_S5.index_select(0, slots).unbind(1)
-    h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs > 0, prompts, kind)
-
+    numbers = state.numbers_S8.index_select(0, slots)
+    depth, position, output, runs, kept, *_ = numbers.unbind(1)
+    h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs == 0, prompts, kind)
     if prompts is not None and len(slots) + len(prompts.ending_slots_F) == 0:  # nobody who could give a token
         return Given(slots.new_zeros(3, 0), None, h_Pd)
 
-    limits_B3 = asks.limits_S3.index_select(0, slots)
-    leaves, last = _decide(model, policies, asks, slots, depth, output, runs, limits_B3, h_Bd, kind)
+    leaves, last = _decide(model, policies, asks, slots, numbers, h_Bd, kind)
     read_Bd, read_depth, left = h_Bd, depth, last if leaves is None else leaves | last
     if fill.runs_on:
         read_Bd, kept = _keep(state, slots, depth, kept, left, h_Bd)
         left, read_depth = depth == segments, kept
     elif fill.copies:  # of a row that goes on, plane R counts, which has none deeper: it is written over with itself
         fill.leave(map.pool, write_B, torch.where(left, depth, segments))
-    after: tuple[Tensor, ...] = (torch.where(left, 1, depth + 1), position, output, runs, kept)
 
-    limit, next_Bd = limits_B3[:, 1], h_Bd
+    next_Bd = h_Bd
     if prompts is not None:  # the last row of a prompt leaves, at full depth
         ending, last_Fd = prompts.ending_slots_F, h_Pd[prompts.ending_at_F]
-        ones = torch.ones_like(ending)
-        slots, left = torch.cat((slots, ending)), torch.cat((left, ones > 0))
-        output, read_depth = torch.cat((output, 0 * ones)), torch.cat((read_depth, segments * ones))
-        limit = torch.cat((limit, asks.limits_S3[:, 1].index_select(0, ending)))
+        full = torch.full_like(ending, segments)
+        slots, left = torch.cat((slots, ending)), torch.cat((left, full > 0))
+        read_depth, kept = torch.cat((read_depth, full)), torch.cat((kept, 0 * full))
         read_Bd, next_Bd = torch.cat((read_Bd, last_Fd)), torch.cat((next_Bd, last_Fd))
-        end_position = state.numbers_S5[:, 1].index_select(0, ending)
-        more = (ones, end_position, 0 * ones, ones, 0 * ones)
-        after = tuple(torch.cat(pair) for pair in zip(after, more, strict=True))
+        numbers = torch.cat((numbers, state.numbers_S8.index_select(0, ending)))
+        depth, _, output, runs, *_ = numbers.unbind(1)
     token, logprob = _choose(asks, slots, output, model.readout(segments, read_Bd), kind)
 
-    goes_on = output + 1 < limit
+    goes_on = output < numbers[:, 6]
     if kind.stops:
         goes_on = goes_on & (asks.stop_SK.index_select(0, slots) != token.unsqueeze(1)).all(1)
-    state.h_Sd.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), next_Bd))
-    depth, position, output, runs, kept = after
     on = left & goes_on  # one that ends stays where it is: there may be no further position
-    moved = torch.stack((depth, position + on, output + on, torch.where(left, runs * goes_on, runs), kept), 1)
-    state.numbers_S5.index_copy_(0, slots, moved)
+    moved = (
+        (depth.masked_fill(left, 0) + 1).unsqueeze(1),
+        numbers[:, 1:3] + on.unsqueeze(1),
+        (runs * (on == left)).unsqueeze(1),
+        kept.unsqueeze(1),
+    )
+    state.numbers_S8[:, :MOVING].index_copy_(0, slots, torch.cat(moved, 1))
+    state.h_Sd.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), next_Bd))
     return Given(torch.stack((token, read_depth, left)), logprob, h_Pd)
 
 
@@ -153,12 +159,12 @@ def _segment(
     slots: Tensor,
     depth: Tensor,
     position: Tensor,
-    runs: Tensor,
+    ended: Tensor,
     prompts: Prompts | None,
     kind: Kind,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h of the decode rows, h of the prompt rows, where the decode rows wrote)."""
-    write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, runs)
+    write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, ended)
     h, rows = state.h_Sd.index_select(0, slots), len(slots)
     if prompts is None:
         h = model.segment(1, h, TurnKV(map.pool, position, write_B, storage_BT, mask, []))
@@ -176,19 +182,11 @@ def _segment(
 
 
 def _decide(
-    model: Model,
-    policies: Policies,
-    asks: Asks,
-    slots: Tensor,
-    depth: Tensor,
-    output: Tensor,
-    runs: Tensor,
-    limits_B3: Tensor,
-    h_Bd: Tensor,
-    kind: Kind,
+    model: Model, policies: Policies, asks: Asks, slots: Tensor, numbers_B8: Tensor, h_Bd: Tensor, kind: Kind
 ) -> tuple[Tensor | None, Tensor]:
     """(the policy says so; None without one; the last depth is reached), [B] each."""
-    last, adaptive = limits_B3[:, 0], None
+    depth, _, output, runs, _, last, _, mine = numbers_B8.unbind(1)
+    adaptive = None
     if kind.planned:
         planned = asks.planned_SI.index_select(0, slots).gather(1, output.unsqueeze(1)).squeeze(1)
         adaptive = planned == 0
@@ -203,9 +201,9 @@ def _decide(
         before = states.index_select(0, slots)
         leave, after = policy.decide(before, depth, seen)
         if len(policies) > 1:
-            leave = leave & (limits_B3[:, 2] == number)
+            leave = leave & (mine == number)
         if policy.tallies:  # they outlive the token: a row that was not asked must not count
-            asked = (runs > 0) & ~at_last & (limits_B3[:, 2] == number)
+            asked = (runs > 0) & ~at_last & (mine == number)
             asked = asked if adaptive is None else asked & adaptive
             after = torch.where(asked.unsqueeze(1), after, before)
         states.index_copy_(0, slots, after)

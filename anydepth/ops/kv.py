@@ -43,11 +43,13 @@ class KVPool:
         # Row d: how far each plane lies from plane d. One that is not deeper counts as plane d itself, which is then
         # written over with its own values.
         planes_R = torch.arange(planes, device=device)
+        depths = torch.arange(shape.segments + 1, device=device)
+        self._offset = (depths - 1) * self.positions if planes > 1 else 0 * depths
         self._deeper = (planes_R - torch.arange(-1, planes, device=device).unsqueeze(1)).clamp(min=0) * self.positions
 
     def offset(self, depth_N: Tensor) -> Tensor:
         """Where the plane of segment `depth` begins."""
-        return (depth_N - 1) * self.positions if self.planes > 1 else torch.zeros_like(depth_N)
+        return self._offset.index_select(0, depth_N)
 
     def copy_deeper(self, storage_N: Tensor, depth_N: Tensor) -> None:
         """Copy each row's K/V of plane `depth`, layer by layer, into every deeper plane."""
@@ -171,17 +173,17 @@ class KVMap:
         return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, parts if chunks else [])
 
     def decode_rows(
-        self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, runs_B: Tensor | None = None
+        self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, ended_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). With `runs_B`, rows that do not run
+        """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). Rows that `ended_B` says so of
         write to the pool's scratch page."""
         seen = self._arange[:context] <= positions_B.unsqueeze(1)
         table = self.table[:, :context].index_select(0, slots_B) + self.pool.offset(depth_B).unsqueeze(1)
         write_B = table.gather(1, positions_B.unsqueeze(1)).squeeze(1)
-        if runs_B is not None:
-            write_B = torch.where(runs_B, write_B, self.pool.scratch)
+        if ended_B is not None:
+            write_B = write_B.masked_fill(ended_B, self.pool.scratch)
         # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
-        storage_BT = torch.where(seen, table, 0)
+        storage_BT = table * seen
         mask = torch.where(seen, self._open, self._shut)
         return write_B, storage_BT, mask.unsqueeze(1).unsqueeze(1)
 

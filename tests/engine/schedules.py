@@ -230,7 +230,7 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
         run = engine.runner._run
 
         def counted(decode, prompts, known):
-            ran_rows[0] += int(engine.slots.state.numbers_S5[known.slots_B, 3].sum())
+            ran_rows[0] += int(engine.slots.state.numbers_S8[known.slots_B, 3].sum())
             return run(decode, prompts, known)
 
         engine.runner._run = counted

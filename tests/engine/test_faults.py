@@ -108,13 +108,13 @@ FAULTS = {
         "index_select(2, source_NR.reshape(-1) - 1)", depth_1
     ),
     "decode rows of all depths write and read plane 1": Fault(
-        KVPool, "offset", "(depth_N - 1) * self.positions", "0 * depth_N", together
+        KVPool, "offset", "index_select(0, depth_N)", "index_select(0, 0 * depth_N + 1)", together
     ),
     "prompts of all depths write and read plane 1": Fault(
         KVMap, "_plane", "(depth - 1) * self.pool.positions", "0 * depth", partial(lone, (5, TWO))
     ),
     "beyond a row's length its pages are read": Fault(
-        KVMap, "decode_rows", "torch.where(seen, table, 0)", "table", partial(lone, (9, TWO), (2, TWO))
+        KVMap, "decode_rows", "table * seen", "table", partial(lone, (9, TWO), (2, TWO))
     ),
     "a row does not see itself": Fault(KVMap, "decode_rows", "<= positions_B", "< positions_B", together),
     "a chunk's rows see the next one": Fault(

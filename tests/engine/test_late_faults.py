@@ -186,14 +186,14 @@ FAULTS = {
         partial(late, "resident", Asked(0, prompt(3), {"max_tokens": 9, "depth": 1}), late=2, page_size=1),
     ),
     "a row that ended goes on": Fault(
-        resident_turn, "run_turn", "torch.where(left, runs * goes_on, runs)", "runs", partial(resident, late=2)
+        resident_turn, "run_turn", "runs * (on == left)", "runs", partial(resident, late=2)
     ),
     "a row that ended moves on": Fault(
         resident_turn, "run_turn", "on = left & goes_on", "on = left",
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2, fill="full"),
     ),
     "a row that ended writes where it stood": Fault(
-        KVMap, "decode_rows", "torch.where(runs_B, write_B, self.pool.scratch)", "write_B",
+        KVMap, "decode_rows", "write_B.masked_fill(ended_B, self.pool.scratch)", "write_B",
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2),
     ),
     "the device knows no stop id": Fault(

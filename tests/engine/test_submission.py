@@ -43,7 +43,7 @@ def test_padding_rows_change_no_page_and_no_state():
     )
     drain(engine, requests)
     assert torch.equal(before[0], pool.data[:, :, : pool.page_size]) and (before[0] == 0).all()
-    numbers = engine.slots.state.numbers_S5[engine.slots.padding]
+    numbers = engine.slots.state.numbers_S8[engine.slots.padding]
     assert numbers[1:4].tolist() == [0, 0, 0], "a padding row moved on"
 
 

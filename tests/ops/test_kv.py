@@ -76,8 +76,8 @@ def test_rows_that_do_not_run_write_to_the_scratch_page():
     kv = KVMap(made, slots=3, max_positions=16)
     kv.seat(0, (1,))
     kv.seat(1, (2,))
-    runs = torch.tensor([True, False])
-    write, storage, _ = kv.decode_rows(torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([1, 2]), 3, runs)
+    ended = torch.tensor([False, True])
+    write, storage, _ = kv.decode_rows(torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([1, 2]), 3, ended)
     assert write.tolist() == [6, made.scratch] and storage[0].tolist() == [4, 5, 6]
     assert made.scratch // SIZE == made.pages - 1
 
