@@ -10,6 +10,7 @@ from __future__ import annotations
 from anydepth.engine.answers import add_token, cut_short
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import Copy, Grow, Leave, Move, Plan, Result, Row, Save, Seat, Sequence
+from anydepth.engine.prefix import common_beginning
 from anydepth.engine.waiting import Waiting, fits_host, rank
 from anydepth.types import Chunk, FinishReason, Request
 
@@ -130,6 +131,8 @@ class Scheduler:
         ids = sequence.request.prompt_ids
         # The position whose state gives the first token runs in any case.
         held, at = self.pages.find(ids, sequence.prefill_end - (sequence.prefill_end == len(ids)))
+        if self.pages.sharing and self._soon_known(ids) > len(held):
+            return False  # a running request is about to prefill more of it
         source = held.pop() if at % self.pages.size else None
         needed = self.pages.needed(len(ids)) - len(held)
         if not self._seat(sequence, needed, held, source):
@@ -142,6 +145,16 @@ class Scheduler:
         if not sequence.prefilling:
             self._plan_depth(sequence)
         return True
+
+    def _soon_known(self, ids: tuple[int, ...]) -> int:
+        """Whole pages of a prompt's beginning, all but its last position, that a running prompt has in common with it
+        and has not prefilled yet."""
+        size, most = self.pages.size, 0
+        for other in self.running.values():
+            if other.prefilling and other.request.prompt_ids[:size] == ids[:size]:
+                common = common_beginning(other.request.prompt_ids[: other.prefill_end], ids[:-1])
+                most = max(most, common // size)
+        return most
 
     def _seat(self, sequence: Sequence, needed: int, held: list[int], source: int | None) -> bool:
         """Seat a sequence on the pages `held` by others too and `needed` pages of its own, the first of them a copy of
