@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anydepth.certificate import Certificate
+from anydepth.engine.invariant import Invariant, in_blocks
 from anydepth.engine.pages import Pages
 from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
 from anydepth.engine.signals import load_mode
+from anydepth.engine.submission import Submission, default_submission
 from anydepth.engine.text import TextStream
 from anydepth.exits.base import bounds_of
 from anydepth.exits.load import load_policy, policy_name
@@ -36,7 +38,8 @@ class Engine:
 
     `submit` a prompt, call `step` until `idle`; each step runs one segment for every row and returns the tokens that
     came out. `work`, when set to a list, collects a TurnWork a step. Every request keeps to the `certificate`, if there
-    is one; whether that is for this model is the caller's to check (`LLM` does).
+    is one; whether that is for this model is the caller's to check (`LLM` does). `batch_invariant`: a request's logits
+    have the same bits whatever else is in the batch (`engine.invariant`).
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Engine:
         fill: str | None = None,
         signals: str = "sync",
         lateness: int | None = None,
+        submission: Submission | None = None,
         max_batch: int = 32,
         page_size: int = 16,
         kv_pages: int | None = None,
@@ -56,6 +60,7 @@ class Engine:
         host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -67,13 +72,18 @@ class Engine:
                 raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
+        if not isinstance(batch_invariant, bool):
+            raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
         self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
         self.fill = load_fill(fill, model.shape)
         self.gate_dtype, self.certificate = gate_dtype, certificate
+        self._invariant = Invariant(model) if batch_invariant else None
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
         self.mode, self.lateness = load_mode(signals, lateness, self.fill, shape)
+        self.submission = submission or default_submission(self.mode.name, model.device)
+        self.submission.check(self.mode.name, model.device)
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
         self.context = min(shape.max_positions, kv_pages * page_size)
         self.slots = self.mode.slots(
@@ -89,7 +99,9 @@ class Engine:
             prefill_rows=self.fill.prefill_rows,
             host_pages=self._host_pages(host_kv_bytes),
         )
-        self.runner = self.mode.runner(model, self.fill, self.slots, self.lateness)
+        self.runner = self.mode.runner(
+            self._invariant or model, self.fill, self.slots, lateness=self.lateness, submission=self.submission
+        )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._stepping, self._to_abort = False, list[str]()
@@ -116,7 +128,8 @@ class Engine:
     ) -> Request:
         """A checked Request for one answer, without queueing it. ValueError for anything that cannot be honoured.
 
-        `forced` are continuations to score instead of sampling. Without `streaming`, text is made at the end only.
+        `forced` are continuations to score instead of sampling (one a request but with signals="sync"). Without
+        `streaming`, text is made at the end only.
         """
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
@@ -124,11 +137,17 @@ class Engine:
         if self.certificate is not None:
             sampling = self.certificate.hold(sampling, policy=policy_name(sampling))
         if forced:  # scored from the context's last token on, which is a decode row
+            if self.lateness or self.mode.name == "resident":
+                raise ValueError(
+                    f"continuations are scored without lateness; this engine has signals={self.mode.name!r}, "
+                    f"lateness={self.lateness}: use LLM.score, or an engine with signals='sync'"
+                )
             sampling = replace(sampling, first_token="policy")
         prompt_ids = self.prompt_ids(prompt)
         name = policy_name(sampling)
         if name not in self._policies:
-            self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
+            loaded = load_policy(name, gate_dtype=self.gate_dtype)
+            self._policies[name] = in_blocks(loaded) if self._invariant else loaded
         policy = self._policies[name]
         policy.check(sampling, self.model.shape)
         if sampling.stop and self.tokenizer is None:
@@ -154,7 +173,7 @@ class Engine:
             bounds=bounds_of(sampling, self.model.shape),
             stop_ids=stop,
             seed=seed,
-            max_tokens=min(sampling.max_tokens, room),
+            max_tokens=max(map(len, forced)) if forced else min(sampling.max_tokens, room),
             forced=tuple(tuple(ids) for ids in forced),
             text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
             priority=priority,
@@ -215,6 +234,17 @@ class Engine:
             self.runner.drain()
         return aborted + chunks
 
+    def run(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+        """Queue the requests and step until all has ended; every token as it comes. For callers who have the engine to
+        themselves; an iterator that is closed early aborts what is left."""
+        left = [self.submit(request).id for request in requests]
+        try:
+            while not self.idle:
+                yield from self.step()
+        finally:
+            for request_id in left:
+                self.abort(request_id)
+
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its
         last Chunk."""
@@ -260,6 +290,7 @@ class Engine:
             "prefix_pages_copied": self.pages.copied,
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
+            "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }
 

@@ -17,7 +17,7 @@ class Pages:
     """
 
     def __init__(self, count: int, size: int, *, sharing: bool = False) -> None:
-        self.count, self.size = count, size
+        self.count, self.size, self.sharing = count, size, sharing
         self.holders = [0] * (count + 1)
         self.evicted = self.shared_tokens = self.copied = 0
         self._free = list(range(count, 0, -1))

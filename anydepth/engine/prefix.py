@@ -41,7 +41,7 @@ class PrefixTree:
             wanted = ids[at : min(at + self.size, limit)]
             child, common = None, 0
             for other in node.children.get(wanted[0], ()):
-                length = _common(other.tokens, wanted)
+                length = common_beginning(other.tokens, wanted)
                 if length > common:
                     child, common = other, length
             if child is None:
@@ -88,7 +88,7 @@ class PrefixTree:
         return dropped
 
 
-def _common(tokens: Sequence[int], wanted: Sequence[int]) -> int:
+def common_beginning(tokens: Sequence[int], wanted: Sequence[int]) -> int:
     """Length of the common beginning."""
     length = min(len(tokens), len(wanted))
     return next((n for n in range(length) if tokens[n] != wanted[n]), length)

@@ -8,7 +8,7 @@ the turn, L rows that leave; others as in `models.base`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,9 +42,8 @@ class Runner:
         """One turn: every row of the plan through its segment; rows that leave are read out and sampled."""
         self.slots.move(plan.moves)
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-        slots_B = self._index(row.slot for row in decode)
-        depth_B = self._index(row.depth for row in decode)
-        kv = self._kv(plan, slots_B, depth_B)
+        slots_B, depth_B, start_B = self._numbers(decode)
+        kv = self._kv(plan, slots_B, depth_B, start_B)
         h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
 
         h_Bd = h_Nd[: len(decode)]
@@ -63,14 +62,20 @@ class Runner:
     def drain(self) -> None:
         """Nothing is ever on its way."""
 
-    def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor) -> TurnKV:
+    def _numbers(self, decode: tuple[Row, ...]) -> Sequence[Tensor]:
+        """(slots, depths, positions) of decode rows, [B] each. One transfer for all three."""
+        numbers = [row.slot for row in decode]
+        numbers += [row.depth for row in decode]
+        numbers += [row.start for row in decode]
+        return self._index(numbers).view(3, -1).unbind()
+
+    def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor, start_B: Tensor) -> TurnKV:
         """What the rows write and see. A decode row that is alone is a chunk of one: nothing is padded for it."""
         together = plan.decode_rows if plan.decode_rows > 1 else 0
         decode = plan.rows[:together]
         chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
         context = max((row.start for row in decode), default=0) + 1
-        starts_B = self._index(row.start for row in decode)
-        return self.slots.map.turn(slots_B[:together], starts_B, depth_B[:together], context, chunks)
+        return self.slots.map.turn(slots_B[:together], start_B[:together], depth_B[:together], context, chunks)
 
     def _index(self, values: Iterable[int]) -> Tensor:
         return self.slots.index(values)
@@ -157,7 +162,7 @@ class Runner:
         leaves_B = torch.zeros(len(decode), dtype=torch.bool, device=self.model.device)
         for rows, leave in decided:
             leaves_B[self._index(rows)] = leave
-        last_B = torch.tensor([row.depth == _latest(row) for row in decode], device=self.model.device)
+        last_B = self._index(row.depth == _latest(row) for row in decode) > 0
         at = self._index(watched)
         self._snapshot(slots_B[at], depth_B[at], h_Bd[at], leaves_B[at], last_B[at])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from anydepth.engine.answers import add_token, cut_short
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import Copy, Grow, Leave, Move, Plan, Result, Row, Save, Seat, Sequence
+from anydepth.engine.prefix import common_beginning
 from anydepth.engine.waiting import Waiting, fits_host, rank
 from anydepth.types import Chunk, FinishReason, Request
 
@@ -55,7 +56,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         assert request.id not in self.sequences
         as_row = bool(request.forced) or request.sampling.first_token == "policy"
-        sequence = Sequence(request, len(request.prompt_ids) - as_row, self._arrived)
+        last = len(request.prompt_ids) - 1  # the position that gives the first output, in either way
+        sequence = Sequence(request, last + 1 - as_row, last, self._arrived)
         self._arrived += 1
         self.sequences[request.id] = sequence
         self.waiting.add(sequence)
@@ -129,6 +131,8 @@ class Scheduler:
         ids = sequence.request.prompt_ids
         # The position whose state gives the first token runs in any case.
         held, at = self.pages.find(ids, sequence.prefill_end - (sequence.prefill_end == len(ids)))
+        if self.pages.sharing and self._soon_known(ids) > len(held):
+            return False  # a running request is about to prefill more of it
         source = held.pop() if at % self.pages.size else None
         needed = self.pages.needed(len(ids)) - len(held)
         if not self._seat(sequence, needed, held, source):
@@ -141,6 +145,16 @@ class Scheduler:
         if not sequence.prefilling:
             self._plan_depth(sequence)
         return True
+
+    def _soon_known(self, ids: tuple[int, ...]) -> int:
+        """Whole pages of a prompt's beginning, all but its last position, that a running prompt has in common with it
+        and has not prefilled yet."""
+        size, most = self.pages.size, 0
+        for other in self.running.values():
+            if other.prefilling and other.request.prompt_ids[:size] == ids[:size]:
+                common = common_beginning(other.request.prompt_ids[: other.prefill_end], ids[:-1])
+                most = max(most, common // size)
+        return most
 
     def _seat(self, sequence: Sequence, needed: int, held: list[int], source: int | None) -> bool:
         """Seat a sequence on the pages `held` by others too and `needed` pages of its own, the first of them a copy of
@@ -187,21 +201,23 @@ class Scheduler:
 
     def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
         """Those of `ready` that have, or now get, the pages their next positions are written to."""
-        lacking = sum(map(self._lacks, ready))
-        if lacking == 0:
+        size = self.pages.size
+        lacking = [s for s in ready if self._reaches(s) > len(s.pages) * size]
+        if not lacking:
             return ready
-        if lacking > self.pages.available:
-            ready = sorted(ready, key=rank)
-        return [s for s in ready if s.slot >= 0 and self._grow(s)]
+        if sum(map(self._lacks, lacking)) <= self.pages.available:
+            for sequence in lacking:
+                self._grow(sequence)
+            return ready
+        return [s for s in sorted(ready, key=rank) if s.slot >= 0 and self._grow(s)]
 
-    def _next_position(self, sequence: Sequence) -> int | None:
-        """Where its next row begins to write, if it writes at all."""
-        return sequence.prefilled if sequence.prefilling else sequence.position
+    def _reaches(self, sequence: Sequence) -> int:
+        """How many positions it has with its next row. Those of its prompt have had their pages since it came in."""
+        return 0 if sequence.prefilling else sequence.position + 1
 
     def _lacks(self, sequence: Sequence) -> int:
         """Pages that it needs for its next row beyond its own."""
-        position = self._next_position(sequence)
-        return 0 if position is None else max(0, self.pages.needed(position + 1) - len(sequence.pages))
+        return max(0, self.pages.needed(self._reaches(sequence)) - len(sequence.pages))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give it what it lacks, if need be at the cost of the last by rank; False if that is the sequence itself."""

@@ -18,6 +18,7 @@ from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 from anydepth.ops.kv import KVMap, KVPool
+from anydepth.ops.send import send
 
 
 class Saved(NamedTuple):
@@ -52,7 +53,7 @@ class Slots:
         return len(self.h_Sd)
 
     def index(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        return send(values, self.device)
 
     def move(self, moves: Iterable[Move]) -> None:
         """Carry out what the scheduler decided about slots and pages, in its order."""
@@ -93,7 +94,7 @@ class Slots:
 
     def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:
         """A policy's state of one slot; columns that are tallied over all requests go on."""
-        pool = self.states.setdefault(policy, state.new_zeros(len(self), len(state)))
+        pool = self.states.setdefault(policy, state.new_zeros(len(self.h_Sd), len(state)))
         for column in policy.tallies.values():
             state[column] = pool[slot, column]
         pool[slot] = state

@@ -280,6 +280,21 @@ def test_the_beginning_of_a_prompt_is_prefilled_once():
     world.drain()
 
 
+def test_of_equal_prompts_that_come_together_one_is_prefilled():
+    """The others wait until its pages are there; a prompt that begins otherwise does not."""
+    world = World(Random(0), segments=2, slots=4, pages=Pages(40, 4, sharing=True), max_batched_tokens=64, stops=False)
+    for id in "abc":
+        world.submit(id, ids=(1, 2, 3, 4, 5, 6), max_tokens=3)
+    world.submit("other", ids=(9, 2, 3, 4, 5, 6), max_tokens=3)
+    world.turn()
+    assert world.admitted == ["a", "other"]
+    world.turn()
+    plan = world.turn()
+    assert world.admitted == ["a", "other", "b", "c"] and world.pages.shared_tokens == 2 * 5
+    assert [(row.start, row.length) for row in plan.rows if row.prefill] == [(5, 1), (5, 1)]
+    world.drain()
+
+
 def test_a_prompt_that_is_known_whole_still_runs_its_last_position():
     world = World(Random(0), segments=1, pages=Pages(20, 4, sharing=True), max_batched_tokens=64, stops=False)
     world.submit("a", ids=(5,) * 8, max_tokens=1)
