@@ -70,6 +70,8 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
+        if not isinstance(prefix_sharing, bool):
+            raise ValueError(f"prefix_sharing is {prefix_sharing!r}; allowed: True, False")
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
         if not isinstance(batch_invariant, bool):
@@ -196,7 +198,12 @@ class Engine:
     ) -> Request:
         """Queue one answer; those of higher `priority` go first. ValueError for bad input or an id in use; what is
         under way is not touched."""
-        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id, priority=priority)
+        if not isinstance(prompt, Request):
+            request = self.prepare(prompt, sampling, id=id, priority=priority)
+        elif sampling is not None or id is not None or priority:
+            raise ValueError(f"request {prompt.id!r} has its sampling, id and priority; give them to prepare")
+        else:
+            request = prompt
         if request.sampling.n != 1:
             raise ValueError(f"n is {request.sampling.n}; submit makes one answer, LLM.generate makes n")
         if request.id in self.scheduler.sequences:
@@ -216,12 +223,14 @@ class Engine:
             self.runner.drain()
             return aborted
         self._stepping = True
+        self.scheduler.said = []
         try:
             plan = self.scheduler.next()
             self._peak_pages = max(self._peak_pages, self.pages.in_use)
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
+            self._aborted += [chunk for chunk in self.scheduler.said if chunk.finish_reason]
             for request_id in self.scheduler.unfinished():
                 self._drop(request_id, "error")
             raise
@@ -237,8 +246,10 @@ class Engine:
     def run(self, requests: Iterable[Request]) -> Iterator[Chunk]:
         """Queue the requests and step until all has ended; every token as it comes. For callers who have the engine to
         themselves; an iterator that is closed early aborts what is left."""
-        left = [self.submit(request).id for request in requests]
+        left: list[str] = []
         try:
+            for request in requests:
+                left.append(self.submit(request).id)
             while not self.idle:
                 yield from self.step()
         finally:

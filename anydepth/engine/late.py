@@ -36,8 +36,7 @@ class LateScheduler(Scheduler):
     def next(self) -> Plan:
         """The next turn's plan. Rows whose token is complete leave first, and start their next token in the same turn;
         rows that wait for an answer sit it out."""
-        if self.waiting:
-            self.waiting.take(self._admit)
+        self._take_in()
         self._cut_chunks()
         self._complete.clear()
         going = [s for s in self.running.values() if (s.chunk if s.prefilling else self._goes(s))]
@@ -62,7 +61,7 @@ class LateScheduler(Scheduler):
     def update(self, plan: Plan, result: LateResult) -> list[Chunk]:  # type: ignore[override]
         """Take in what has arrived, of whatever turn; returns the tokens that came out. What belongs to a sequence that
         has ended is passed over: a new request of the same id is another sequence."""
-        chunks = []
+        chunks = self.said = list[Chunk]()
         for sequence, read, row, leaves in result.outcomes:
             if self.sequences.get(sequence.request.id) is not sequence:
                 continue

@@ -111,14 +111,12 @@ class LateRunner(Runner):
 
     def _keep_prompts(self, plan: Plan, h_Nd: Tensor) -> None:
         """Chunks go deeper; the last position of a prompt that came through is what its slot carries."""
-        start = plan.decode_rows
-        for row in plan.rows[plan.decode_rows :]:
-            end = start + row.length
-            if row.depth < self.segments:
-                self.slots.chunks[row.slot] = h_Nd[start:end]
-            elif row.last:
+        prefill, end = plan.rows[plan.decode_rows :], plan.decode_rows
+        self.slots.keep_prompts(prefill, h_Nd[end:])
+        for row in prefill:
+            end += row.length
+            if row.last:
                 self.slots.h_Sd[row.slot] = h_Nd[end - 1]
-            start = end
 
     def _snapshot(self, slots: Tensor, depth: Tensor, h: Tensor, leaves: Tensor, last: Tensor) -> None:
         """`delayed` reads one round after the policy said so: -1 stands for "said so", until then."""

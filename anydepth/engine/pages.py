@@ -86,6 +86,13 @@ class Pages:
         if self._prefixes is not None:
             self._prefixes.add(ids, pages)
 
+    def forget(self) -> None:
+        """Nothing is known any more of what stands in which page."""
+        self._free += self._unheld
+        self._unheld.clear()
+        if self._prefixes is not None:
+            self._prefixes = PrefixTree(self.size)
+
     def _evict(self) -> None:
         """Forget the longest unused beginning, with what can only be reached through it."""
         assert self._prefixes is not None

@@ -66,6 +66,11 @@ class Sequence:
         return self.first_position + self.issued
 
     @property
+    def awaited(self) -> bool:
+        """Whether an outcome of it is on its way to the host."""
+        return self.in_flight > 0 or self.issued > len(self.token_ids)
+
+    @property
     def logprobs_mode(self) -> Literal["raw", "processed"] | None:
         """What its logprobs are: greedy reports raw ones either way."""
         sampling = self.request.sampling

@@ -25,7 +25,7 @@ class ResidentScheduler(Scheduler):
 
     def update(self, plan: Plan, result: LateResult) -> list[Chunk]:  # type: ignore[override]
         """Take in what has arrived, of whatever turn; returns the tokens that came out."""
-        chunks = []
+        chunks = self.said = list[Chunk]()
         for sequence, read, row, _ in result.outcomes:
             assert row is not None
             if self.sequences.get(sequence.request.id) is sequence:

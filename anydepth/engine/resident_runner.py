@@ -5,6 +5,7 @@ Shape suffixes as in `resident_turn`.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -109,14 +110,15 @@ class ResidentRunner:
     def run(self, plan: Plan) -> LateResult:
         """Submit one turn; the outcomes are those that have arrived by its end, of whatever turn."""
         self.slots.move(plan.moves)
-        signals = readouts = 0
+        signals, readouts, copies = 0, 0, tuple[int, ...]()
         if plan.rows:
             decode, prompts = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
             known = self._decode_of(decode, new=any(isinstance(move, Seat) for move in plan.moves))
             given = self._run(decode, prompts, known)
             self.completions.put(self._submitted(decode, prompts, given, len(known.slots_B)))
             signals, readouts = len(decode) * bool(known.policies), given.given_3L.shape[1]
-        return LateResult(self.completions.take(), turn_work(plan, signals, readouts, ()))
+            copies = tuple(row.depth for row in decode) if self.fill.copies else ()
+        return LateResult(self.completions.take(), turn_work(plan, signals, readouts, copies))
 
     def drain(self) -> None:
         """Wait for all that is on its way to the host, and let go of it."""
@@ -157,29 +159,18 @@ class ResidentRunner:
         else:
             numbers = tuple(number for number, _, _ in known.policies)
             given = self.graphs.run((len(known.slots_B), numbers, slots.asks.stop_SK.shape, kind), known.slots_B, turn)
-        start = 0
-        for row in prompts:
-            if row.depth < self.model.shape.segments:
-                slots.chunks[row.slot] = given.prompt_h_Pd[start : start + row.length]
-            start += row.length
+        slots.keep_prompts(prompts, given.prompt_h_Pd)
         return given
 
     def _prompts(self, rows: tuple[Row, ...]) -> Prompts:
-        slots, parts, ends = self.slots, [], [0]
-        for row in rows:
-            ends.append(ends[-1] + row.length)
-            if row.depth == 1:
-                ids = row.sequence.request.prompt_ids[row.start : row.start + row.length]
-                parts.append(self.model.embed(slots.index(ids)))
-            else:
-                parts.append(slots.chunks.pop(row.slot))
+        slots, ends = self.slots, list(itertools.accumulate(row.length for row in rows))
         chunks = [(row.slot, row.start, row.length, row.depth) for row in rows]
         ending = [n for n, row in enumerate(rows) if row.last]
         return Prompts(
-            torch.cat(parts),
+            torch.cat(slots.prompt_rows(rows)),
             *slots.map.prompt_rows(chunks),
             slots.index(rows[n].slot for n in ending),
-            slots.index(ends[n + 1] - 1 for n in ending),
+            slots.index(ends[n] - 1 for n in ending),
         )
 
     def _submitted(

@@ -83,12 +83,7 @@ class Runner:
     def _carried(self, slots_B: Tensor, prefill: tuple[Row, ...]) -> Tensor:
         """h [N, d] that the turn's rows carry into their segment: decode rows, then prefill rows."""
         parts = [self.slots.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
-        for row in prefill:
-            if row.depth == 1:
-                ids = row.sequence.request.prompt_ids[row.start : row.start + row.length]
-                parts.append(self.model.embed(self._index(ids)))
-            else:
-                parts.append(self.slots.chunks.pop(row.slot))
+        parts += self.slots.prompt_rows(prefill)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decide(
@@ -187,15 +182,14 @@ class Runner:
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
         """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""
-        start, rows, states = plan.decode_rows, list(leaving.rows), [leaving.h_Ld]
-        for index, row in enumerate(plan.rows[plan.decode_rows :], plan.decode_rows):
-            end = start + row.length
-            if row.depth < self.segments:
-                self.slots.chunks[row.slot] = h_Nd[start:end]
-            elif row.last:
+        prefill, end = plan.rows[plan.decode_rows :], plan.decode_rows
+        self.slots.keep_prompts(prefill, h_Nd[end:])
+        rows, states = list(leaving.rows), [leaving.h_Ld]
+        for index, row in enumerate(prefill, plan.decode_rows):
+            end += row.length
+            if row.last:
                 rows.append(index)
                 states.append(h_Nd[end - 1 : end])
-            start = end
         depths = leaving.depths + [self.segments] * (len(rows) - len(leaving.rows))
         return Leaving(rows, depths, states[0] if len(states) == 1 else torch.cat(states))
 

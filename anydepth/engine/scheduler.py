@@ -43,6 +43,7 @@ class Scheduler:
         self._arrived = 0
         self._slots = list(range(slots - 1, -1, -1))
         self._moves: list[Move] = []
+        self.said: list[Chunk] = []  # of the turn under way: what has ended in it stays so when it fails
 
     @property
     def idle(self) -> bool:
@@ -64,8 +65,7 @@ class Scheduler:
 
     def next(self) -> Plan:
         """The next turn's plan; it stands until `update`. Admits what fits, preempts where pages run out."""
-        if self.waiting:
-            self.waiting.take(self._admit)
+        self._take_in()
         self._cut_chunks()
         ready = self._with_pages([s for s in self.running.values() if s.chunk or not s.prefilling])
         return self._plan(ready)
@@ -73,7 +73,7 @@ class Scheduler:
     def update(self, plan: Plan, result: Result) -> list[Chunk]:
         """Move every row of the plan on by what the runner reports; returns the tokens that came out, in row order."""
         self.turn += 1
-        chunks: list[Chunk] = []
+        chunks = self.said = list[Chunk]()
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
             sequence.ready_since = self.turn
@@ -110,9 +110,18 @@ class Scheduler:
         self.preempted += 1
 
     def unfinished(self) -> list[str]:
-        """Requests that a failed turn leaves without the state they need: those that ran, or were on their way out."""
+        """Requests that a failed turn leaves without the state they need: those that ran, were on their way out, or
+        wait for an outcome, which may be lost. Prompts that were to be written in that turn are not known any more."""
         self._moves = []
-        return [id for id, s in self.sequences.items() if s.slot >= 0 or (s.stored and s.saved is None)]
+        self.pages.forget()
+        return [id for id, s in self.sequences.items() if s.slot >= 0 or (s.stored and s.saved is None) or s.awaited]
+
+    def _take_in(self) -> None:
+        """Admit who fits, where there is a slot, or somebody who would give one up."""
+        if not self.waiting:
+            return
+        if self._slots or self.waiting.first.request.priority > min(s.request.priority for s in self.running.values()):
+            self.waiting.take(self._admit)
 
     def _plan(self, ready: list[Sequence], leaving: tuple[Leave, ...] = ()) -> Plan:
         segment = 1
@@ -131,7 +140,7 @@ class Scheduler:
         ids = sequence.request.prompt_ids
         # The position whose state gives the first token runs in any case.
         held, at = self.pages.find(ids, sequence.prefill_end - (sequence.prefill_end == len(ids)))
-        if self.pages.sharing and self._soon_known(ids) > len(held):
+        if self.pages.sharing and self._soon_known(sequence) > at // self.pages.size:
             return False  # a running request is about to prefill more of it
         source = held.pop() if at % self.pages.size else None
         needed = self.pages.needed(len(ids)) - len(held)
@@ -146,12 +155,13 @@ class Scheduler:
             self._plan_depth(sequence)
         return True
 
-    def _soon_known(self, ids: tuple[int, ...]) -> int:
-        """Whole pages of a prompt's beginning, all but its last position, that a running prompt has in common with it
-        and has not prefilled yet."""
-        size, most = self.pages.size, 0
+    def _soon_known(self, sequence: Sequence) -> int:
+        """Whole pages of a prompt's beginning, all but its last position, that a running request of no lower priority
+        has in common with it and has not prefilled yet."""
+        ids, size, most = sequence.request.prompt_ids, self.pages.size, 0
         for other in self.running.values():
-            if other.prefilling and other.request.prompt_ids[:size] == ids[:size]:
+            lower = other.request.priority < sequence.request.priority
+            if other.prefilling and not lower and other.request.prompt_ids[:size] == ids[:size]:
                 common = common_beginning(other.request.prompt_ids[: other.prefill_end], ids[:-1])
                 most = max(most, common // size)
         return most
@@ -165,7 +175,8 @@ class Scheduler:
             self.pages.give_back(others)
             return False
         sequence.pages = held + self.pages.take(needed)
-        sequence.slot, sequence.stored, sequence.ready_since = self._slots.pop(), 0, self.turn
+        sequence.slot, sequence.stored, sequence.overtaken = self._slots.pop(), 0, 0
+        sequence.ready_since = self.turn
         self.running[sequence.request.id] = sequence
         self._moves.append(Seat(sequence, sequence.slot, tuple(sequence.pages)))
         if source is not None:
@@ -197,7 +208,7 @@ class Scheduler:
         """Whether everybody can still come to an end when this one is let in too."""
         inside = [*self.running.values(), *(s for s in self.waiting if s.stored), sequence]
         most = ((s, self.pages.needed(self.positions_of(s.request))) for s in inside)
-        return fits_host(most, self.pages.count, self.host_pages)
+        return fits_host(most, self.pages.count, len(self.running) + len(self._slots), self.host_pages)
 
     def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
         """Those of `ready` that have, or now get, the pages their next positions are written to."""

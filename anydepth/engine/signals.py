@@ -84,7 +84,7 @@ MODES = {
 
 def load_mode(name: str, lateness: int | None, fill: Fill, shape: Shape) -> tuple[Mode, int]:
     """The mode of that name and the lateness it runs with, checked. `lateness` None: the mode's own."""
-    if name not in MODES:
+    if not isinstance(name, str) or name not in MODES:
         raise unknown("signals", str(name), MODES)
     mode = MODES[name]
     mode.check(fill, shape)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anydepth.engine.plan import Copy, Grow, Move, Save, Seat, Sequence
+from anydepth.engine.plan import Copy, Grow, Move, Row, Save, Seat, Sequence
 from anydepth.engine.sampling import Sampler
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
@@ -71,6 +71,23 @@ class Slots:
     def vacate(self, slot: int) -> None:
         """Let go of the chunk that an aborted request had on its way; what is left of it is written over."""
         self.chunks.pop(slot, None)
+
+    def prompt_rows(self, rows: Iterable[Row]) -> list[Tensor]:
+        """What prompt rows carry into their segment, one tensor a row: embeddings, or what `keep_prompts` kept."""
+        return [
+            self.model.embed(self.index(row.sequence.request.prompt_ids[row.start : row.start + row.length]))
+            if row.depth == 1
+            else self.chunks.pop(row.slot)
+            for row in rows
+        ]
+
+    def keep_prompts(self, rows: Iterable[Row], h_Pd: Tensor) -> None:
+        """Keep the chunks that go deeper."""
+        start = 0
+        for row in rows:
+            if row.depth < self.model.shape.segments:
+                self.chunks[row.slot] = h_Pd[start : start + row.length]
+            start += row.length
 
     def rows(self) -> list[Tensor]:
         """The pools that hold one row a slot, but for the policies' and the sampler's."""
