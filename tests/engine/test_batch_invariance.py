@@ -314,8 +314,8 @@ def nano_answers(rounds: int = 1, **options):
         {"signals": "exact"},
         {"signals": "exact", "lateness": 3, "max_batch": 5, "max_batched_tokens": 16},
         {"signals": "resident"},
-        {"kv_pages": 16, "max_batch": 12},
-        {"signals": "resident", "kv_pages": 16, "max_batch": 12},
+        {"kv_pages": 60, "page_size": 4, "max_batch": 12},
+        {"signals": "resident", "kv_pages": 60, "page_size": 4, "max_batch": 12},
     ],
     ids=str,
 )
