@@ -76,10 +76,11 @@ def bound(model: Model, turns: Iterable[TurnWork], machine: Machine) -> Work:
 
 
 def _turn(model: Model, turn: TurnWork) -> tuple[float, float]:
-    """(FLOPs, bytes) of one turn. A part's cost is affine in context, so rows times the mean context is exact."""
+    """(FLOPs, bytes) of one turn. A part's cost is affine in context, so rows times the mean context is exact. With
+    late signals a turn may run no segment at all."""
     rows = turn.decode_rows + turn.prefill_rows
-    segment = model.cost("segment", turn.segment, turn.attended / rows)
-    reads = model.cost("segment", turn.segment, turn.kv_read / rows)
+    segment = model.cost("segment", turn.segment, turn.attended / max(rows, 1))
+    reads = model.cost("segment", turn.segment, turn.kv_read / max(rows, 1))
     parts: list[tuple[int, Cost]] = [
         (turn.signal_rows, model.cost("signal", turn.segment, 0.0)),
         (turn.readout_rows, model.cost("readout", turn.segment, 0.0)),
@@ -87,7 +88,7 @@ def _turn(model: Model, turn: TurnWork) -> tuple[float, float]:
         *((1, model.cost("copy", depth, 0.0)) for depth in turn.copies),
     ]
     flops = rows * segment.flops_per_row + sum(n * cost.flops_per_row for n, cost in parts)
-    read = rows * reads.bytes_per_row + reads.weight_bytes_per_turn
+    read = rows * reads.bytes_per_row + (rows > 0) * reads.weight_bytes_per_turn
     return flops, read + sum(n * cost.bytes_per_row + (n > 0) * cost.weight_bytes_per_turn for n, cost in parts)
 
 
