@@ -9,7 +9,7 @@ from pathlib import Path
 from anydepth.eval.arms import Arm
 from anydepth.record import Record
 
-TIMED_HERE = {"fill"}  # the only option of LLM in which cells of one bench may differ
+TIMED_HERE = {"fill", "signals", "lateness"}  # options of LLM in which cells of one bench may differ
 
 
 def bench_arms(
@@ -36,7 +36,7 @@ def bench_arms(
     The baseline, `never`, is added in front where no arm has that policy. trace: a JSONL of arrivals, whose first
     `trace_requests` are replayed at requests_per_s (or rate_scale trace seconds a second). threads: None is 1 for a
     small model. An interrupted bench goes on with the next concurrency. Raises ValueError for arms that differ in
-    something else than policy and fill.
+    something else than policy, fill and signals.
     """
     from anydepth.bench.arrivals import fit, read_trace
     from anydepth.bench.run import run_bench
@@ -61,9 +61,11 @@ def bench_arms(
     cells = []
     for arm in with_baseline(arms):
         if arm.backend != "engine" or arm.engine.keys() - TIMED_HERE:
-            raise ValueError(f"arm {arm.name!r} has {arm.passed()}; a bench times policies and fills of one engine")
+            raise ValueError(
+                f"arm {arm.name!r} has {arm.passed()}; a bench times policies, fills and signals of one engine"
+            )
         sampling = arm.sampling(max_tokens=loaded.max_tokens, stop=tuple(loaded.stop))
-        cells.append(Cell(arm.name, sampling, arm.fill))
+        cells.append(Cell(arm.name, sampling, **arm.engine))
     with tensor_threads(threads, backend), bar() as progress:
         return run_bench(
             checkpoint,

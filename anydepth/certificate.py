@@ -126,11 +126,11 @@ class Certificate:
             "head_hash": head_hash,
             "segments": segments,
             "fill": fill,
-            "signals": _counted(signals),
+            "signals": counted_signals(signals),
             "dtype": dtype,
             "gate_dtype": gate_dtype,
         }
-        there = {**asdict(self), "segments": self.policy["segments"], "signals": _counted(self.signals)}
+        there = {**asdict(self), "segments": self.policy["segments"], "signals": counted_signals(self.signals)}
         if wrong := [
             f"{name} is {value!r}, not {there[name]!r}" for name, value in here.items() if value != there[name]
         ]:
@@ -167,6 +167,11 @@ def question_set_hash(ids: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(sorted(set(ids))).encode()).hexdigest()
 
 
+def counted_signals(signals: str) -> str:
+    """The mode of signals whose tokens and depths a mode has: `sync` for `exact` and `resident`."""
+    return "sync" if signals in ("exact", "resident") else signals
+
+
 def describe(certificate: Certificate) -> str:
     """A certificate in one line.
 
@@ -194,11 +199,6 @@ def _evidence(point: Mapping[str, Any]) -> str:
 
 def _said(settings: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
-
-
-def _counted(signals: str) -> str:
-    """The mode of signals whose tokens and depths a mode has."""
-    return "sync" if signals in ("exact", "resident") else signals
 
 
 def _hash(content: Mapping[str, Any]) -> str:

@@ -81,6 +81,10 @@ def generate(
     fill: Annotated[
         str | None, typer.Option(help="full, last_exited (default of looped models) or shared: K/V of skipped depths.")
     ] = None,
+    signals: Annotated[
+        str, typer.Option(help="sync, exact, resident or delayed: when the host learns that a token leaves.")
+    ] = "sync",
+    lateness: Annotated[int | None, typer.Option(help="Turns a signal comes late; of late signals 1.")] = None,
     segments: Annotated[int | None, typer.Option(help="Layered models: layers a segment.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")] = "cpu",
@@ -130,6 +134,8 @@ def generate(
             raise ValueError("standard input is empty; give a prompt as an argument or pipe one in")
     options = {
         "fill": fill,
+        "signals": signals,
+        "lateness": lateness,
         "segments": segments,
         "dtype": dtype,
         "device": device,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from anydepth.cli import app
@@ -41,3 +43,17 @@ def test_outputs_for_a_judge_are_of_alpacaeval_and_of_a_run(arguments, tmp_path,
     with pytest.raises(ValueError, match="--outputs is for answers to alpacaeval"):
         run("eval", *arguments, "--outputs", "judge")
     assert not any(tmp_path.iterdir())
+
+
+def test_generate_takes_signals(capsys):
+    question = "Ann has 5 . Bob has 3 more than Ann . How many has Bob ?"
+    said = []
+    for late in ((), ("--signals", "exact", "--lateness", 2), ("--signals", "delayed")):
+        run("generate", question, "--exit-threshold", 0.5, "--threads", 1, "--json", *late)
+        said.append(json.loads(capsys.readouterr().out.splitlines()[-1])["result"]["outputs"][0])
+    sync, exact, delayed = said
+    assert exact["token_ids"] == sync["token_ids"] and exact["depths"] == sync["depths"] != delayed["depths"]
+    with pytest.raises(ValueError, match="unknown signals 'exakt'; did you mean 'exact'"):
+        run("generate", question, "--signals", "exakt")
+    with pytest.raises(ValueError, match="lateness is 9; allowed"):
+        run("generate", question, "--signals", "exact", "--lateness", 9)

@@ -232,7 +232,7 @@ def replay(
     """One run of one cell over the load in a fresh engine of `max_batch` slots; takes the load's time at least."""
     peak = watch_peak(model.device)
     engine = Engine(
-        model, fill=cell.fill, max_batch=max_batch, page_size=PAGE_SIZE, kv_pages=_pages(model, cell, load, max_batch)
+        model, **cell.options, max_batch=max_batch, page_size=PAGE_SIZE, kv_pages=_pages(model, cell, load, max_batch)
     )
     requests = matched_requests(engine, cell, prompts, [a.output_tokens for a in load.arrivals], seed=seed)
     due_s = [arrival.arrival_s for arrival in load.arrivals]

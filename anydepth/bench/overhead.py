@@ -89,7 +89,7 @@ def timing_overhead(
     pages = concurrency * ((max(map(len, prompts)) + max(lengths)) // PAGE_SIZE + 1)
     for _ in range(runs):
         engines = [
-            Engine(model, fill=cell.fill, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages) for _ in range(2)
+            Engine(model, **cell.options, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages) for _ in range(2)
         ]
         asks, plain = (matched_requests(engine, cell, prompts, lengths, seed=0) for engine in engines)
         for request in plain:

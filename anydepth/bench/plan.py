@@ -16,6 +16,7 @@ from anydepth.bench.drive import closed_loop, settle_on
 from anydepth.bench.throughput import PAGE_SIZE, Cell, matched_requests
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive
+from anydepth.engine.signals import load_mode
 from anydepth.exits.load import policy_name
 from anydepth.models.load import Checkpoint
 from anydepth.ops.fill import load_fill
@@ -109,12 +110,16 @@ class Plan:
         }
 
     def _cell(self, cell: Cell) -> dict[str, Any]:
-        """Name, fill, policy, and what else of its Sampling is not a default."""
+        """Name, fill, signals that are late, policy, and what else of its Sampling is not a default."""
         plain = Sampling()
         used = {f.name: getattr(cell.sampling, f.name) for f in fields(Sampling) if f.name != "exit_policy"}
+        shape = self.checkpoint.model.shape
+        fill = load_fill(cell.fill, shape)
+        mode, lateness = load_mode(cell.signals, cell.lateness, fill, shape)
         return {
             "name": cell.name,
-            "fill": load_fill(cell.fill, self.checkpoint.model.shape).name,
+            "fill": fill.name,
+            **({} if mode.name == "sync" else {"signals": mode.name, "lateness": lateness}),
             "policy": policy_name(cell.sampling),
             **{name: value for name, value in used.items() if value != getattr(plain, name)},
         }
@@ -137,7 +142,7 @@ def natural_lengths(plan: Plan) -> tuple[int, ...]:
         checkpoint.model,
         tokenizer=checkpoint.tokenizer,
         eos_ids=checkpoint.eos_ids,
-        fill=cell.fill,
+        **cell.options,
         max_batch=slots,
         page_size=PAGE_SIZE,
     )
@@ -158,7 +163,7 @@ def check_requests(plan: Plan) -> None:
     pages = max(len(prompt) + length for prompt, length in asks) // PAGE_SIZE + 1
     for cell in plan.cells:
         try:
-            engine = Engine(plan.checkpoint.model, fill=cell.fill, max_batch=1, page_size=PAGE_SIZE, kv_pages=pages)
+            engine = Engine(plan.checkpoint.model, **cell.options, max_batch=1, page_size=PAGE_SIZE, kv_pages=pages)
             matched_requests(engine, cell, *zip(*asks, strict=True), seed=plan.seed)
         except ValueError as error:
             raise ValueError(f"cell {cell.name!r}: {error}") from error

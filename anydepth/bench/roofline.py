@@ -76,9 +76,10 @@ def bound(model: Model, turns: Iterable[TurnWork], machine: Machine) -> Work:
 
 
 def _turn(model: Model, turn: TurnWork) -> tuple[float, float]:
-    """(FLOPs, bytes) of one turn. A part's cost is affine in context, so rows times the mean context is exact."""
+    """(FLOPs, bytes) of one turn. A part's cost is affine in context, so rows times the mean context is exact. With
+    late signals a turn may run no segment at all."""
     rows = turn.decode_rows + turn.prefill_rows
-    segment = model.cost("segment", turn.segment, turn.attended / max(rows, 1))  # none where all wait for an answer
+    segment = model.cost("segment", turn.segment, turn.attended / max(rows, 1))
     reads = model.cost("segment", turn.segment, turn.kv_read / max(rows, 1))
     parts: list[tuple[int, Cost]] = [
         (turn.signal_rows, model.cost("signal", turn.segment, 0.0)),

@@ -26,11 +26,19 @@ PAGE_SIZE = 16
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting to time: a policy with its parameters, and a fill (None: the model's default)."""
+    """One setting to time: a policy with its parameters, a fill (None: the model's default), a mode of signals and how
+    late they come (None: the mode's default)."""
 
     name: str
     sampling: Sampling
     fill: str | None = None
+    signals: str = "sync"
+    lateness: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of its engine."""
+        return {"fill": self.fill, "signals": self.signals, "lateness": self.lateness}
 
 
 @dataclass(frozen=True)
@@ -158,8 +166,8 @@ def warm_up(
     *,
     concurrency: int,
 ) -> None:
-    """Run each policy under each fill once, uncounted."""
-    for cell in {(cell.fill, policy_name(cell.sampling)): cell for cell in reversed(cells)}.values():
+    """Run each policy in each kind of engine once, uncounted."""
+    for cell in {(*cell.options.values(), policy_name(cell.sampling)): cell for cell in reversed(cells)}.values():
         run_cell(model, cell, prompts, lengths, Machine(1.0, 1.0), concurrency=concurrency)
 
 
@@ -179,12 +187,12 @@ def run_cell(
     positions = max(len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True))
     pages = concurrency * (positions // PAGE_SIZE + 1)
     engine = Engine(
-        model, fill=cell.fill, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages, prefix_sharing=False
+        model, **cell.options, max_batch=concurrency, page_size=PAGE_SIZE, kv_pages=pages, prefix_sharing=False
     )
     engine.work = []
     requests = matched_requests(engine, cell, prompts, lengths, seed=seed)
     seen = closed_loop(engine, requests, concurrency=concurrency, settle=settle_on(model.device))
-    memory, stats = peak(), engine.stats()
+    memory, stats, pool = peak(), engine.stats(), engine.slots.pool
     turns_s = seen.turns_s()
     counted = [i for i, work in enumerate(engine.work) if not (decode_only and work.prefill_rows)]
     return Timing(
@@ -196,7 +204,7 @@ def run_cell(
         inter_token_s=quantiles(seen.inter_token_s()),
         memory=memory,
         pages_peak=stats["pages_peak"],
-        kv_peak_bytes=stats["pages_peak"] * stats["kv_bytes"] // (stats["pages"] + 1),  # and the null page
+        kv_peak_bytes=stats["pages_peak"] * stats["kv_bytes"] // pool.pages,
     )
 
 

@@ -14,7 +14,37 @@ from anydepth.types import Sampling, unknown
 
 BACKENDS = ("engine", "transformers", "reference")
 SAMPLING_FIELDS = tuple("policy" if f.name == "exit_policy" else f.name for f in fields(Sampling))
-ENGINE_FIELDS = ("fill", "signals", "dtype", "gate_dtype", "segments", "certificate")
+
+
+class Field(NamedTuple):
+    """What a field may be."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+def _whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_TEXT = Field(lambda value: isinstance(value, str), "a string")
+ENGINE = {  # options of LLM
+    "fill": _TEXT,
+    "signals": _TEXT,
+    "lateness": Field(_whole(0), "whole turns from 0"),
+    "dtype": _TEXT,
+    "gate_dtype": _TEXT,
+    "segments": Field(
+        lambda value: _whole(1)(value) or isinstance(value, list), "a whole number or a list of exit layers"
+    ),
+    "certificate": _TEXT,
+    "batch_invariant": Field(lambda value: isinstance(value, bool), "true or false"),
+}
+ENGINE_FIELDS = tuple(ENGINE)
 FIELDS = ("name", "backend", *ENGINE_FIELDS, *SAMPLING_FIELDS)
 
 
@@ -41,9 +71,8 @@ class Arm:
         if self.backend not in BACKENDS:
             raise ValueError(f"arm {self.name!r}: {unknown('backend', str(self.backend), BACKENDS)}")
         for key, value in self.engine.items():
-            if not isinstance(value, (int, list) if key == "segments" else str):
-                allowed = "a whole number or a list of exit layers" if key == "segments" else "a string"
-                raise ValueError(f"arm {self.name!r}: {key} is {value!r}; allowed: {allowed}")
+            if not ENGINE[key].holds(value):
+                raise ValueError(f"arm {self.name!r}: {key} is {value!r}; allowed: {ENGINE[key].allowed}")
         try:
             self.sampling()
         except ValueError as error:
@@ -84,7 +113,8 @@ class Rule:
     """A verdict fixed beforehand: it is met where every bound that it names holds for the pair `compare`, [A, B].
 
     `p_below`: of exact McNemar; `min_abs_difference_pp`: of the accuracies; `non_inferior_margin_pp`: A is at most so
-    much worse than B, by the lower limit of the 95 % interval of A - B.
+    much worse than B, by the lower limit of the 95 % interval of A - B. `identical` stands alone: every answer of A has
+    the token ids and depths of B's.
     """
 
     name: str
@@ -92,6 +122,7 @@ class Rule:
     p_below: float | None = None
     min_abs_difference_pp: float | None = None
     non_inferior_margin_pp: float | None = None
+    identical: bool | None = None
 
     @classmethod
     def parse(cls, given: Mapping[str, Any], arms: Sequence[str]) -> Rule:
@@ -111,7 +142,14 @@ class Rule:
             if arm not in arms:
                 raise ValueError(f"rule {name!r}: {unknown('arm', str(arm), arms)}")
         bounds = {key: value for key, value in given.items() if key not in ("name", "compare")}
-        for key, value in bounds.items():
+        if (identical := bounds.get("identical")) is not None and identical is not True:
+            raise ValueError(f"rule {name!r}: identical is {identical!r}; allowed: true, or leave it out")
+        if identical and (others := [key for key in bounds if key != "identical"]):
+            raise ValueError(
+                f"rule {name!r}: identical stands beside {', '.join(others)}, which identical answers decide; give a "
+                f"rule of its own"
+            )
+        for key, value in bounds.items() if not identical else ():
             most = 1 if key == "p_below" else 100
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
                 raise ValueError(f"rule {name!r}: {key} is {value!r}; allowed: a number from 0 to {most}")
@@ -124,22 +162,7 @@ class Rule:
         return {**given, "compare": list(self.compare)}
 
 
-class Field(NamedTuple):
-    """What a field of [study] may be."""
-
-    holds: Callable[[Any], bool]
-    allowed: str
-
-
-def _whole(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-HEAD = {
+HEAD = {  # [study]
     "task": Field(_name, "a task's name, or the path of a .py file"),
     "model": Field(_name, "a model's name or path"),
     "limit": Field(_whole(1), "a whole number from 1"),

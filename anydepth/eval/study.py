@@ -94,9 +94,14 @@ def ask_task(study: Study, options: Options) -> tuple[Task, list[Question]]:
 
 
 def freeze_study(study: Study, *, options: Options | None = None) -> dict[str, Any]:
-    """The content of protocol.json: everything that decides the study's results, with hashes."""
+    """The content of protocol.json: everything that decides the study's results, with hashes.
+
+    Raises ValueError as `run_study` does: an arm that cannot be run is not frozen."""
     options = options or Options()
-    return _frozen(study, *ask_task(study, options), Backends(study, options).of(study.arms[0]))
+    task, questions = ask_task(study, options)
+    backends = Backends(study, options)
+    backends.check(task)
+    return _frozen(study, task, questions, backends.of(study.arms[0]))
 
 
 def _frozen(study: Study, task: Task, questions: Sequence[Question], backend: Backend) -> dict[str, Any]:

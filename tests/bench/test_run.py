@@ -212,6 +212,11 @@ def test_a_complete_one_is_returned_and_another_is_refused(llm, made, load, monk
         ({"cells": [CELLS[0], CELLS[0]]}, "never, never; give each a name of its own"),
         ({"cells": [CELLS[0], Cell("deep", Sampling(depth=9))]}, "cell 'deep': .*9"),
         ({"cells": [CELLS[0], Cell("odd", Sampling(), "sharde")]}, "unknown fill 'sharde'"),
+        (
+            {"cells": [CELLS[0], Cell("late", Sampling(), "shared", "exact")]},
+            "cell 'late': signals 'exact' does not go",
+        ),
+        ({"cells": [CELLS[0], Cell("late", Sampling(), None, "exact", 9)]}, "cell 'late': lateness is 9"),
         ({"prompts": []}, "no prompts"),
         ({"prompts": [[1], [10**6]], "lengths": [1, 1]}, "cell 'never': the prompt has 1000000"),
         ({"lengths": [1]}, "1 lengths for 3 prompts"),
@@ -226,6 +231,22 @@ def test_what_cannot_be_run_is_refused_before_anything_is_written(options, messa
     with pytest.raises(ValueError, match=message):
         bench(llm, tmp_path / "out", **options)
     assert not (tmp_path / "out" / HEADER).exists()
+
+
+def test_modes_of_signals_do_the_same_work_and_count_what_they_ran(llm, load, tmp_path):
+    gate = Sampling(exit_threshold=0.3)
+    late = [Cell(mode, gate, None, mode, 2) for mode in ("delayed", "exact", "resident")]
+    record = bench(llm, tmp_path, cells=[CELLS[0], Cell("sync", gate), *late], arrivals=load)
+    cells = {cell["name"]: cell for cell in record.settings_used["cells"]}
+    assert "signals" not in cells["sync"] and cells["exact"]["signals"] == "exact" and cells["exact"]["lateness"] == 2
+    found = {(s["block"], s["cell"]): s for s in record.samples if s["answer_index"] == 0}
+    for block in ("closed-1", "closed-3", "arrivals"):
+        sync, delayed, exact, resident = (found[block, name] for name in ("sync", "delayed", "exact", "resident"))
+        assert sync["answers"] == exact["answers"] == resident["answers"]
+        assert sync["tokens"] == delayed["tokens"] == exact["tokens"] == resident["tokens"]
+        assert sync["segments_executed"] == resident["segments_executed"] < exact["segments_executed"]
+    sync, exact, resident = (found["closed-3", name] for name in ("sync", "exact", "resident"))
+    assert sync["flops"] < exact["flops"] and sync["flops"] < resident["flops"]  # here a readout a row a turn
 
 
 def test_arrivals_alone(llm, load, tmp_path):

@@ -97,6 +97,32 @@ def test_transformers_refuses_what_it_has_not(model, tmp_path):
             run_study(study, out=tmp_path / "out", progress=False)
 
 
+@pytest.mark.parametrize(("signals", "lateness"), [("exact", 1), ("resident", 2), ("delayed", 1)])
+def test_choices_are_scored_without_lateness(model, tmp_path, monkeypatch, signals, lateness):
+    """Through `LLM.score`, whose business that is; here another LLM's stands for it."""
+    asked = []
+
+    def score(self, contexts, continuations, sampling):
+        asked.append(len(contexts))
+        return LLM(model).score(contexts, continuations, sampling)
+
+    monkeypatch.setattr(LateLLM, "score", score)
+    monkeypatch.setattr("anydepth.engine.llm.LLM", LateLLM)
+    (tmp_path / "choices.py").write_text(CHOICES)
+    arms = [{"name": "sync", "exit_threshold": 0.5}, {"name": "late", "exit_threshold": 0.5, "signals": signals}]
+    arms[1]["lateness"] = lateness
+    study = {"study": {"task": str(tmp_path / "choices.py"), "model": str(model)}, "arm": arms}
+    sync, late = run_study(Study.parse(study), out=tmp_path / "out", progress=False)
+    same = ("id", "choices", "score", "unscored", "segments_read")
+    assert [[s.get(key) for key in same] for s in late.samples] == [[s.get(key) for key in same] for s in sync.samples]
+    assert asked == [3]
+    assert (late.settings_used["signals"], late.settings_used["lateness"]) == (signals, 0)
+
+
+class LateLLM(LLM):
+    """Its own, so that only the studies' LLM is another."""
+
+
 def test_choices_are_scored_and_what_does_not_fit_is_unscored(model, tmp_path):
     (tmp_path / "choices.py").write_text(CHOICES)
     exported = export_hf(model, tmp_path / "exported")

@@ -382,6 +382,26 @@ def test_nano_from_questions_to_an_llm_that_keeps_to_it(on_nano, drawn, tmp_path
     assert certified.aggregates == half.aggregates and half.aggregates["mean_depth"] < 4
 
 
+@pytest.mark.parametrize("signals", ["delayed", "exact", "resident"])
+def test_the_certificate_says_which_signals_the_arms_had(tmp_path, signals):
+    """And counts exact and resident as sync when a model is loaded."""
+    late = {"signals": signals, "lateness": 1}
+    points = [point(threshold, **late) for threshold in (0.9, 0.5)]
+    certificate = made(FIVE, *points, deep=full(**late), tmp_path=tmp_path)
+    assert certificate.signals == signals
+    here = {name: getattr(certificate, name) for name in ("model_hash", "head_hash", "fill", "dtype", "gate_dtype")}
+    kept = {mode for mode in ("sync", "delayed", "exact", "resident") if keeps(certificate, signals=mode, **here)}
+    assert kept == ({"delayed"} if signals == "delayed" else {"sync", "exact", "resident"})
+
+
+def keeps(certificate, **here):
+    try:
+        certificate.match(segments=4, **here)
+    except ValueError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(
     ("settings", "low", "message"),
     [({}, 9, "min_depth is 9"), ({"fill": "zz"}, 1, "unknown fill 'zz'"), ({"backend": "reference"}, 1, "backend was")],

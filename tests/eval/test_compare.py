@@ -10,6 +10,7 @@ import pytest
 
 from anydepth.eval.compare.compare import compare
 from anydepth.eval.compare.factors import environment, factors, kv_kind, policy_words
+from anydepth.eval.compare.rules import judge, rule_words
 from anydepth.eval.compare.sequences import compare_sequences
 from anydepth.eval.compare.words import differing, print_comparison, verdict, where_they_part
 from anydepth.record import Record, RecordWriter, publish
@@ -144,6 +145,11 @@ ONE_POLICY = ["exit policy"]
         ({}, GATE | {"dtype": "bfloat16"}, ["exit policy", "dtype"]),
         ({}, {"backend": "transformers", "device": "cuda"}, ["backend", "device"]),
         (GATE, GATE | {"signals": "delayed"}, ["signals"]),
+        (GATE, GATE | {"signals": "sync", "lateness": 0}, []),  # older Records do not say it
+        (GATE, GATE | {"signals": "exact", "lateness": 1}, ["signals"]),
+        (GATE | {"signals": "resident", "lateness": 1}, GATE | {"signals": "exact", "lateness": 2}, ["signals"]),
+        (GATE | {"signals": "delayed", "lateness": 0}, GATE | {"signals": "delayed", "lateness": 1}, ["lateness"]),
+        (GATE | {"backend": "transformers"}, GATE | {"signals": "delayed", "lateness": 1}, ["backend", "signals"]),
         ({}, {"signals": "resident", "lateness": 2}, []),  # no signal, none late
         ({}, {"top_p": 0.9}, []),
         ({"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.9, "seed": 1}, ["seed", "top_p"]),
@@ -163,6 +169,14 @@ def test_what_a_backend_does_not_speak_of_is_no_second_factor():
 def test_settings_without_effect_are_told_apart():
     found = factors(SETTINGS, SETTINGS | {"fill": "full"})
     assert found.without_effect == (("fill", "last_exited", "full"),)
+
+
+def test_signals_in_words():
+    late = GATE | {"signals": "delayed", "lateness": 2}
+    (found,) = factors(SETTINGS | GATE, SETTINGS | late).counted
+    assert found == ("signals", "sync", "delayed, 2 turns late")
+    (found,) = factors(SETTINGS | late | {"lateness": 0}, SETTINGS | late).counted
+    assert found == ("lateness", "0", "2")
 
 
 def test_policies_in_words():
@@ -238,6 +252,67 @@ def test_indices_are_spread_and_shared_tokens_counted():
     assert found.first_token == (1, 3, 5, 7, 9) and found.first_depth == (1,) * 5
     assert found.depth_first_in_same_context == 5 and found.another_context == 4 and found.another_depth == 1
     assert found.shared_tokens == 0 + 2 + 4 + 6 + 8 and found.depth_difference == 1.0
+
+
+def test_extra_segments_a_token_are_of_shared_prefixes_and_of_whole_answers():
+    """Three answers. The first parts at its third token: 2 decode tokens before it, one of them read a segment deeper.
+    The second has the same tokens, all three read deeper. The third is the same but for what was executed."""
+    a = [
+        answer(0, ids=(7, 8, 9, 5, 1), depths=(4, 2, 3, 4, 4)),
+        answer(1, ids=(7, 8, 9, 1), depths=(4, 2, 2, 2)),
+        answer(2, ids=(7, 8, 9, 1), depths=(4, 1, 1, 1), executed=6),
+    ]
+    b = [
+        answer(0, ids=(7, 8, 9, 6, 1), depths=(4, 2, 2, 1, 1)),
+        answer(1, ids=(7, 8, 9, 1), depths=(4, 1, 1, 1)),
+        answer(2, ids=(7, 8, 9, 1), depths=(4, 1, 1, 1)),
+    ]
+    found = compare_sequences(list(zip(a, b, strict=True)), segments=4, kv=APPROXIMATE)
+    assert (found.shared_tokens, found.depth_difference) == (2 + 3 + 3, pytest.approx((1 + 3 + 0) / 8))
+    assert (found.same_tokens, found.executed_difference) == (3 + 3, pytest.approx((3 + 3) / 6))
+    nothing = compare_sequences(list(zip(a[:1], b[:1], strict=True)), segments=4, kv=APPROXIMATE)
+    assert (nothing.same_tokens, nothing.executed_difference) == (0, None)
+
+
+def test_what_was_executed_more_is_said_of_equal_answers_too(tmp_path):
+    a = write_arm(tmp_path / "a", [answer(0, executed=6)], **GATE, signals="exact", lateness=1)
+    b = write_arm(tmp_path / "b", [answer(0, executed=4)], **GATE)
+    said = where_they_part(compare(a, b))
+    assert said[1:] == [
+        "Token ids and depths are the same throughout.",
+        "In the answers with the same tokens throughout, A executes 1.00 segments more a token.",
+    ]
+
+
+IDENTICAL = {"name": "=", "compare": ["A", "B"], "identical": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "met", "because"),
+    [
+        ({"executed": 9, "text": "another"}, True, "token ids and depths are the same in all 2 answers"),
+        ({"ids": (7, 9, 1)}, False, "token ids differ in 1 and depths in 0 of 2 answers"),
+        ({"depths": (4, 4, 3)}, False, "token ids differ in 0 and depths in 1 of 2 answers"),
+    ],
+)
+def test_identical_means_every_token_and_depth(tmp_path, change, met, because):
+    """Also where nothing is scored: what an answer is worth plays no part."""
+    for score in (1.0, None):
+        a = write_arm(tmp_path / f"a{score}", [answer(0, score, **change), answer(1, score)])
+        b = write_arm(tmp_path / f"b{score}", [answer(0, score), answer(1, score)])
+        assert judge(IDENTICAL, compare(a, b)) == (met, (because,))
+    assert rule_words(IDENTICAL) == "A against B: identical token ids and depths"
+
+
+def test_identical_choices_have_the_same_logprobs_and_depths(tmp_path):
+    def made(name, logprob, depth):
+        choices = [{"logprobs": [logprob], "depths": [depth]}]
+        return write_arm(tmp_path / name, [answer(0, ids=(), depths=(), decode_tokens=1, choices=choices)])
+
+    a = made("a", -1.0, 2)
+    assert judge(IDENTICAL, compare(a, made("b", -1.0, 2))).met is True
+    assert judge(IDENTICAL, compare(a, made("c", -1.0000001, 2))).met is False
+    assert judge(IDENTICAL, compare(a, made("d", -1.0, 3))).met is False
 
 
 def test_what_the_kv_depends_on():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import time
 from itertools import combinations
 
@@ -24,7 +25,7 @@ RULE = {"name": "B1 keeps up", "compare": ["B1", "B0"], "non_inferior_margin_pp"
 SHARP = {"name": "B1 differs", "compare": ["B1", "B0"], "p_below": 0.05, "min_abs_difference_pp": 1.0}
 
 
-def arm(folder, name, *, right=400, n=500, depth=4, first=0, **more):
+def arm(folder, name, *, right=400, n=500, depth=4, first=0, executed=None, **more):
     """n answers; the first `right` of them are right, counted from `first`. Every decode token is read at `depth`."""
     full = more.get("fill") == "full"
     ids = [7, 8, 9, 1]
@@ -34,7 +35,7 @@ def arm(folder, name, *, right=400, n=500, depth=4, first=0, **more):
             float((i - first) % n < right),
             ids=ids,
             depths=[4, *[depth] * 3],
-            executed=12 if full else None,
+            executed=12 if full else executed,
             group=i % 3,
         )
         for i in range(n)
@@ -150,6 +151,84 @@ def test_a_rule_changed_added_or_dropped_after_answers_is_shown_as_such(study, t
 def test_a_study_whose_first_plan_had_answers_has_no_rule_beforehand():
     assert [told.since for told in rules_told([{"answers": 5, "rules": [RULE]}])] == ["added after 5 answers"]
     assert rules_told([]) == []
+
+
+HALF = {"policy": "gate_cdf", "exit_threshold": 0.5}
+
+
+@pytest.fixture
+def late_study(tmp_path):
+    """B1 as it is and in every mode of signals: B2 reads a segment deeper, B3 as B2, B4e executes more, B4r as B1."""
+    folder = tmp_path / "study"
+    arm(folder, "A1", backend="transformers", fill="full", depth=1, right=398, **HALF)
+    arm(folder, "B0")
+    arm(folder, "B1", depth=1, right=398, **HALF)
+    arm(folder, "B2", depth=2, right=400, signals="delayed", lateness=0, **HALF)
+    arm(folder, "B3", depth=2, right=400, signals="delayed", lateness=1, **HALF)
+    arm(folder, "B4e", depth=1, right=398, executed=6, signals="exact", lateness=1, **HALF)
+    arm(folder, "B4r", depth=1, right=398, signals="resident", lateness=1, **HALF)
+    rules = [
+        {"name": "B2 differs", "compare": ["B2", "B1"], "p_below": 0.05, "min_abs_difference_pp": 1.0},
+        *({"name": f"{a} = {b}", "compare": [a, b], "identical": True} for a, b in EQUAL),
+        {"name": "B2 = B1", "compare": ["B2", "B1"], "identical": True},
+    ]
+    plan(folder, (0, ["A1", "B0", "B1", "B2", "B3", "B4e", "B4r"], rules))
+    return folder
+
+
+EQUAL = [("B3", "B2"), ("B4e", "B1"), ("B4r", "B1")]
+
+
+def test_late_arms_stand_beside_the_arm_that_they_differ_from_in_signals_alone(late_study, tmp_path):
+    result, _, text = made(late_study, tmp_path / "out")
+    block = text.partition("## Late signals")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in block.splitlines() if line.startswith("| B")]
+    assert [row[0] for row in rows] == ["| B2 − B1", "| B3 − B2", "| B4e − B1", "| B4r − B1"]
+    assert [row[1] for row in rows][:2] == ["delayed − sync", "delayed, 1 turn late − delayed"]
+    assert [row[2] for row in rows] == ["500 of 500", "0 of 500", "0 of 500", "0 of 500"]
+    assert rows[0][3].startswith("+0.40 (") and rows[0][4] == "2 / 0" and rows[0][5] == "0.5"
+    assert [row[6:8] for row in rows] == [["6.0", "3.0"], ["6.0", "6.0"], ["6.0", "3.0"], ["3.0", "3.0"]]
+    assert [row[8].split(" (")[0] for row in rows] == ["+1.00", "0.00", "0.00", "0.00"]
+    assert [row[9].split(" (")[0] for row in rows] == ["+1.00", "0.00", "+1.00", "0.00"]
+    assert "1,500 tokens" in rows[0][8] and "delayed, 1 turn late" in text.partition("## Arms")[2]
+    met = {rule["rule"]["name"]: rule["met"] for rule in result["sections"][0]["rules"]}
+    assert met == {"B2 differs": False, "B2 = B1": False} | {f"{a} = {b}": True for a, b in EQUAL}
+
+
+def test_what_is_to_be_equal_is_no_test_of_accuracy(late_study, tmp_path):
+    """Arms that are to equal another one take part in no correction, and have neither baseline nor K/V pair."""
+    result, _, text = made(late_study, tmp_path / "out")
+    pairs = {(pair["a"], pair["b"]): pair for pair in result["sections"][0]["pairs"]}
+    tested = {("A1", "B0"), ("B1", "B0"), ("B2", "B0"), ("B1", "A1"), ("B2", "B1")}
+    assert {key for key, pair in pairs.items() if pair["p_holm"] is not None} == tested
+    assert pairs.keys() == tested | {*EQUAL}
+    assert "over the 5 pairs" in text
+
+
+def test_a_late_arm_that_is_not_equal_is_marked(late_study, tmp_path):
+    shutil.rmtree(late_study / "B4r")
+    arm(late_study, "B4r", depth=2, right=398, signals="resident", lateness=1, **HALF)
+    result, html, _ = made(late_study, tmp_path / "out")
+    assert '<td class="bad">500 of 500</td>' in html
+    rule = next(rule for rule in result["sections"][0]["rules"] if rule["rule"]["name"] == "B4r = B1")
+    assert rule["met"] is False
+    assert rule["because"] == ["token ids differ in 0 and depths in 500 of 500 answers"]
+
+
+def test_delayed_is_never_proposed(late_study, tmp_path):
+    """Its answers come of another policy than the one it names."""
+    shutil.rmtree(late_study / "B1")
+    arm(late_study, "B1", depth=1, right=300, **HALF)
+    result, _, _ = made(late_study, tmp_path / "out")
+    assert result["sections"][0]["proposal"]["arm"] is None
+
+
+def test_signals_of_older_records_are_synchronous(late_study, tmp_path):
+    header = late_study / "B1" / "record.json"
+    assert "signals" not in json.loads(header.read_text())["settings_used"]
+    arm(late_study, "new", depth=1, right=398, signals="sync", lateness=0, **HALF)
+    result, _, _ = made(late_study, tmp_path / "out")
+    assert ("B4r", "B1") in {(pair["a"], pair["b"]) for pair in result["sections"][0]["pairs"]}
 
 
 def test_arms_not_run_or_not_complete_are_marked(study, tmp_path):
@@ -345,6 +424,30 @@ def test_throughput_stands_beside_its_bounds(tmp_path):
     assert "1,234 (1,200–1,300)" in text and "1.60 × | 2.00 × (FLOPs 2.20 ×) | 80 | 75 | 40 | 300 (process)" in text
     assert "| gate | 8 | 10.0 | 20.0 | 2.0 | 3.0 | – |" in text and '<td class="bad">3 of 64</td>' in html
     assert result["benches"] == 1 and "<h1>Throughput of looped</h1>" in html
+
+
+def test_each_mode_of_signals_is_timed_against_delayed(tmp_path):
+    alike = {"fill": "last_exited", "policy": "gate_cdf", "exit_threshold": 0.5}
+    modes = {"sync": {}, "exact": {"signals": "exact", "lateness": 1}, "delayed": {"signals": "delayed", "lateness": 1}}
+    cells = [{"name": name, **alike, **mode} for name, mode in modes.items()]
+    cells += [{"name": "never", "fill": "last_exited", "policy": "never"}]
+    speeds = {"sync": (2000.0, 2.5), "exact": (990.0, 2.0), "delayed": (1000.0, 2.0), "never": (900.0, 1.0)}
+    rows = [
+        BENCH_ROW
+        | {"name": name, "tokens_per_s": speed, "s_max": bound, "segments_executed_per_question": 10 * bound}
+        | {"peak_memory_bytes": int(speed) * 2**20}
+        for name, (speed, bound) in speeds.items()
+    ]
+    settings = {"model": "looped", "prompts": 12, "repetitions": 3, "baseline": "never", "cells": cells}
+    with RecordWriter(
+        tmp_path / "bench", kind="bench", settings_used=settings, settings_passed={}, provenance=PROVENANCE
+    ) as writer:
+        writer.append({"id": "x", "answer_index": 0})
+        writer.finish({"rows": rows, "batch_variance": [], "arrivals": []})
+    text = made(tmp_path, tmp_path / "out")[2]
+    assert "| sync / delayed | 8 | 2.000 × (of medians) | 1.250 × | 25.0 | 20.0 | +1000.0 |" in text
+    assert "| exact / delayed | 8 | 0.990 × (of medians) | 1.000 × | 20.0 | 20.0 | −10.0 |" in text
+    assert "never / delayed" not in text
 
 
 def test_what_models_and_arms_are_called_cannot_become_markup(tmp_path):

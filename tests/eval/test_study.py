@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 
 import pytest
 
-from anydepth.eval.arms import Arm, Study
+from anydepth import LLM
+from anydepth.eval.arms import Arm, Rule, Study
+from anydepth.eval.compare.compare import compare
+from anydepth.eval.compare.rules import judge
 from anydepth.eval.protocol import read_frozen, study_of, write_frozen
 from anydepth.eval.study import freeze_study, read_plan, run_study
 from anydepth.record import Record
@@ -73,6 +77,9 @@ def test_a_study_is_read(toml, model):
         ("p_below = 0.05", "p_below = 5", r"line 22: rule 'B1 differs': p_below is 5; allowed: a number from 0 to 1"),
         ('"B1-0.5", "B0"', '"B0", "B0"', r"rule 'B1 differs': compare names 'B0' twice"),
         ("p_below = 0.05", "p_below = -1", r"line 22: rule 'B1 differs': p_below is -1"),
+        ("p_below = 0.05", "identical = false", r"line 22: rule 'B1 differs': identical is False; allowed: true"),
+        ("p_below = 0.05", "identical = 1", r"line 22: rule 'B1 differs': identical is 1; allowed: true"),
+        ("p_below = 0.05", "identical = true", r"rule 'B1 differs': identical stands beside min_abs_difference_pp"),
         ("p_below", "p_under", r"line 22: rule 'B1 differs': unknown field 'p_under'"),
         ("[[rule]]", "[[rules]]", r"line 19: unknown table 'rules'"),
         ('task = "nano"', "", r"\[study\] has no task"),
@@ -143,6 +150,77 @@ def test_nothing_is_computed_where_an_arm_does_not_fit(toml, tmp_path):
             progress=False,
         )
     assert not (tmp_path / "out").exists()
+
+
+REFUSED = [
+    ({"signals": "exact", "fill": "shared"}, "signals 'exact' does not go with fill 'shared': round k"),
+    ({"signals": "exakt"}, "unknown signals 'exakt'; did you mean 'exact'"),
+    ({"signals": "exact", "lateness": 9}, "lateness is 9; allowed: whole turns"),
+    ({"signals": "sync", "lateness": 1}, "lateness is 1, but signals 'sync' are never late"),
+    ({"signals": "exact", "backend": "reference"}, "the reference backend: unknown signals 'exact'"),
+    ({"signals": "delayed", "backend": "transformers"}, "the transformers backend: unknown signals 'delayed'"),
+    ({"lateness": 0, "backend": "reference"}, "lateness is of the engine alone; leave it out of reference arms"),
+    ({"batch_invariant": True, "backend": "reference"}, "batch_invariant is of the engine alone"),
+]
+
+
+@pytest.mark.parametrize(("late", "message"), REFUSED)
+def test_signals_that_cannot_be_kept_are_refused_when_a_study_is_planned(toml, tmp_path, late, message):
+    study = Study.read(toml)
+    study = replace(study, arms=(*study.arms, Arm.parse({"name": "late", "exit_threshold": 0.5, **late})))
+    with pytest.raises(ValueError, match=f"arm 'late': .*{message}"):
+        freeze_study(study)
+    with pytest.raises(ValueError, match=f"arm 'late': .*{message}"):
+        run_study(study, out=tmp_path / "out", progress=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_option_that_llm_has_not_is_said(toml):
+    if "batch_invariant" in inspect.signature(LLM).parameters:
+        pytest.skip("LLM has batch_invariant")
+    study = replace(Study.read(toml), arms=(Arm.parse({"name": "late", "batch_invariant": True}),))
+    with pytest.raises(ValueError, match="arm 'late': unknown option of LLM 'batch_invariant'"):
+        freeze_study(study)
+
+
+def test_layered_models_have_no_resident_signals(toml, tmp_path):
+    layered = write_random_nano(tmp_path / "layered", kind="layered")
+    arms = (Arm.parse({"name": "late", "signals": "resident"}),)
+    with pytest.raises(ValueError, match="arm 'late': signals 'resident' is for looped models"):
+        freeze_study(replace(Study.read(toml), model=str(layered), arms=arms))
+
+
+LATE = {
+    "sync": ("sync", None),
+    "exact": ("exact", 1),
+    "resident": ("resident", 3),
+    "delayed": ("delayed", 0),
+    "late": ("delayed", 3),
+}
+
+
+def test_late_arms_answer_as_their_synchronous_forms_and_say_how_late_they_were(toml, tmp_path):
+    study = Study.read(toml)
+    gate = {"policy": "gate_cdf", "exit_threshold": 0.5, "fill": "last_exited", "max_tokens": 8}
+    arms = [
+        Arm.parse({"name": name, **gate, "signals": mode, **({} if turns is None else {"lateness": turns})})
+        for name, (mode, turns) in LATE.items()
+    ]
+    rules = [Rule.parse({"name": "=", "compare": ["late", "delayed"], "identical": True}, list(LATE))]
+    study = replace(study, arms=tuple(arms), rules=tuple(rules))
+    assert study_of(freeze_study(study)) == study
+    records = run_study(study, out=tmp_path / "out", progress=False)
+    found = {record.settings_used["name"]: record for record in records}
+    for name, (mode, turns) in LATE.items():
+        assert (found[name].settings_used["signals"], found[name].settings_used["lateness"]) == (mode, turns or 0)
+    for name, base in (("exact", "sync"), ("resident", "sync"), ("late", "delayed")):
+        made = compare(found[name], found[base])
+        assert judge({"identical": True, "compare": [name, base]}, made).met is True
+    made = compare(found["delayed"], found["sync"])
+    assert judge({"identical": True, "compare": ["delayed", "sync"]}, made).met is False
+    assert [factor.name for factor in made.factors] == ["signals"]
+    assert compare(found["resident"], found["sync"]).sequences.executed_difference == 0
+    assert compare(found["exact"], found["sync"]).sequences.executed_difference > 0
 
 
 def test_a_frozen_study_is_run_as_it_was_frozen(toml, tmp_path):

@@ -45,6 +45,8 @@ class CheckpointBackend(Backend):
         """`settings` of a Sampling with this policy, within these depths."""
         return {
             "fill": self.fill,
+            "signals": "sync",
+            "lateness": 0,
             "dtype": self.dtype,
             "gate_dtype": self.gate_dtype,
             "device": "cpu",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from anydepth.certificate import describe
@@ -38,6 +39,8 @@ class EngineBackend(Backend):
             "trace": asked.trace,
             "certificate": certificate and {"sha256": certificate.sha256, "says": describe(certificate)},
             "fill": engine.fill.name,
+            "signals": engine.mode.name,
+            "lateness": engine.lateness,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "gate_dtype": engine.gate_dtype,
             "device": engine.model.device.type,
@@ -50,6 +53,9 @@ class EngineBackend(Backend):
 
     def replies(self, asks: Sequence[Ask], sampling: Sampling, *, concurrency: int) -> Iterator[Reply]:
         """Leaves the engine empty, however it ends."""
+        if self.llm.engine.mode.name != "sync":  # which a continuation must not wait for
+            yield from self._scored([ask for ask in asks if ask.continuations], sampling, concurrency)
+            asks = [ask for ask in asks if not ask.continuations]
         engine = self.llm.engine
         waiting = [(ask, self._request(ask, sampling)) for ask in reversed(asks)]
         flying: dict[str, tuple[Ask, float]] = {}
@@ -75,6 +81,18 @@ class EngineBackend(Backend):
                 engine.abort(id)
             if flying:
                 engine.step()  # takes the last chunks of what was aborted away
+
+    def _scored(self, asks: Sequence[Ask], sampling: Sampling, concurrency: int) -> Iterator[Reply]:
+        """Choices through `LLM.score`, which runs without lateness whatever the mode of signals."""
+        for first in range(0, len(asks), concurrency):
+            batch = asks[first : first + concurrency]
+            start = time.perf_counter()
+            contexts = [ask.prompt_ids for ask in batch for _ in ask.continuations]
+            continuations = [ids for ask in batch for ids in ask.continuations]
+            scores = iter(self.llm.score(contexts, continuations, replace(sampling, n=1)))
+            for ask in batch:
+                done = tuple(islice(scores, len(ask.continuations)))
+                yield Reply(ask=ask, scores=done, seconds=time.perf_counter() - start)
 
     def _request(self, ask: Ask, sampling: Sampling) -> Request:
         id, index = ask.key

@@ -9,16 +9,24 @@ from anydepth.eval.backends.base import Backend
 def load_backend(arm: Arm, model: str, *, concurrency: int = 32, trust_remote_code: str | None = None) -> Backend:
     """The arm's backend with the model in it, for up to `concurrency` answers at a time.
 
-    trust_remote_code: the name of the one model whose own code may run (transformers backend). Raises ValueError for
-    settings of LLM that the backend has not.
+    trust_remote_code: the name of the one model whose own code may run (transformers backend). Raises ValueError,
+    naming the arm, for settings of LLM that the backend has not, and for those that do not go together.
     """
+    try:
+        return _load(arm, model, concurrency=concurrency, trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise ValueError(f"arm {arm.name!r}: {error}") from error
+
+
+def _load(arm: Arm, model: str, *, concurrency: int, trust_remote_code: str | None) -> Backend:
     if arm.backend == "engine":
         from anydepth.engine.llm import LLM
         from anydepth.eval.backends.engine import EngineBackend
 
         return EngineBackend(LLM(model, max_batch=concurrency, **arm.engine))
-    if "certificate" in arm.engine:
-        raise ValueError(f"arm {arm.name!r}: a certificate holds for the engine; leave it out of {arm.backend} arms")
+    for name in ("certificate", "lateness", "batch_invariant"):
+        if name in arm.engine:
+            raise ValueError(f"{name} is of the engine alone; leave it out of {arm.backend} arms")
     if arm.backend == "reference":
         from anydepth.eval.backends.reference import ReferenceBackend
 

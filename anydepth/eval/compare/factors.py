@@ -21,6 +21,7 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 _ALL = tuple(dict.fromkeys(name for names in _PARAMETERS.values() for name in names))
 _KNOWN_BEFOREHAND = ("never", "fixed", "interval", "trace")  # no signal, so none comes late
+_SILENT: Settings = {"signals": "sync", "lateness": 0}  # what holds where a Record does not speak of it: older ones
 EXACT_KV = "exact"
 EXACT_FILLS = ("full", "deferred")  # every depth holds what was, or will be, computed for it
 _BESIDE = (
@@ -56,7 +57,8 @@ class Factors(NamedTuple):
 def factors(a: Settings, b: Settings) -> Factors:
     """What differs in the settings of two runs of one protocol (`Record.settings_used`).
 
-    Example: `never` against `gate_cdf` at 0.5 is one factor, "exit policy"; with another dtype there are two.
+    Example: `never` against `gate_cdf` at 0.5 is one factor, "exit policy"; with another dtype there are two. `sync`
+    against `exact`, a turn late, is one, "signals".
     """
     counted: list[Factor] = []
     idle: list[Factor] = []
@@ -66,15 +68,33 @@ def factors(a: Settings, b: Settings) -> Factors:
     else:
         used = _PARAMETERS.get(effective_policy(a), _ALL)
     for name in sorted({*a, *b} - {"policy", *_BESIDE}):
-        # What one backend does not speak of is no difference of its own.
-        if a.get(name) == b.get(name) or (a.get("backend") != b.get("backend") and (name in a) != (name in b)):
+        if _value(a, name) == _value(b, name) or _of_another(name, a, b):
             continue
-        factor = Factor(name, value_words(a.get(name)), value_words(b.get(name)))
+        words = signals_words if name == "signals" else lambda settings, name=name: value_words(_value(settings, name))
+        factor = Factor(name, words(a), words(b))
         if name in _ALL:
             counted += [factor] if name in used else []
         else:
             (counted if _matters(name, a, b) else idle).append(factor)
     return Factors(tuple(counted), tuple(idle))
+
+
+def _value(settings: Settings, name: str) -> Any:
+    return settings.get(name, _SILENT.get(name))
+
+
+def _of_another(name: str, a: Settings, b: Settings) -> bool:
+    """Whether a difference is another factor's: how late signals come is part of their mode, and what one backend does
+    not speak of is part of the backend."""
+    if name == "lateness":
+        return bool(_value(a, "signals") != _value(b, "signals"))
+    return name not in _SILENT and a.get("backend") != b.get("backend") and (name in a) != (name in b)
+
+
+def signals_words(settings: Settings) -> str:
+    """The mode of signals, and how late they come: "delayed, 1 turn late"."""
+    mode, turns = _value(settings, "signals"), _value(settings, "lateness")
+    return f"{mode}, {turns} turn{'s' if turns > 1 else ''} late" if turns else str(mode)
 
 
 def effective_policy(settings: Settings) -> str:

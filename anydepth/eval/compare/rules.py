@@ -59,6 +59,8 @@ def _answers_at_first(plans: Sequence[Mapping[str, Any]], holds: Any) -> int:
 
 def judge(rule: Mapping[str, Any], found: Comparison) -> Verdict:
     """Whether every bound of a rule holds for the comparison of its pair."""
+    if rule.get("identical"):
+        return _identical(found)
     if found.outcome is None:
         return Verdict(None, ("no answer is scored in both arms",))
     result, test = found.outcome.result, found.outcome.test
@@ -77,6 +79,25 @@ def judge(rule: Mapping[str, Any], found: Comparison) -> Verdict:
     return Verdict(all(held), tuple(reasons))
 
 
+def _identical(found: Comparison) -> Verdict:
+    """Ids and depths of generated answers, or logprobs and depths of choices: the same in every answer."""
+    if (choices := found.choices) is not None:
+        same = not choices.depths_differ and choices.most_logprob_difference == 0
+        told = (
+            f"depths differ in {choices.depths_differ} of {choices.answers:,} answers, logprobs by up to "
+            f"{choices.most_logprob_difference:.2g}"
+        )
+        return Verdict(
+            same, (f"logprobs and depths are the same in all {choices.answers:,} answers" if same else told,)
+        )
+    assert found.sequences is not None, "answers without choices are compared as sequences"
+    ids = found.sequences
+    if ids.differ == 0:
+        return Verdict(True, (f"token ids and depths are the same in all {ids.answers:,} answers",))
+    told = f"token ids differ in {ids.tokens_differ} and depths in {ids.depths_differ} of {ids.answers:,} answers"
+    return Verdict(False, (told,))
+
+
 def rule_words(rule: Mapping[str, Any]) -> str:
     """A rule's bounds: "B1 against B0: p below 0.05, difference of at least 1 pp"."""
     said = {
@@ -85,4 +106,6 @@ def rule_words(rule: Mapping[str, Any]) -> str:
         "non_inferior_margin_pp": "non-inferior at a margin of {:g} pp",
     }
     bounds = [words.format(rule[key]) for key, words in said.items() if rule.get(key) is not None]
+    if rule.get("identical"):
+        bounds = ["identical token ids and depths"]
     return f"{rule['compare'][0]} against {rule['compare'][1]}: {', '.join(bounds)}"

@@ -38,7 +38,10 @@ class Sequences:
     `depth_first_in_same_context` counts first differing depths with the same tokens and K/V before.
 
     `shared_tokens` counts the decode tokens up to the first other token; `depth_difference` is the mean depth of the
-    first arm less the second's over them, None where there are none.
+    first arm less the second's over them, None where there are none. `same_tokens` counts those of answers without
+    another token, `executed_difference` is what the first arm executed more in these answers, a token: a token's own
+    share of what was executed is not recorded. Where the first reads 3, 3 and the second 2, 2 for the tokens 8, 9, and
+    another token follows, shared_tokens is 2 and depth_difference 1.
     """
 
     answers: int
@@ -53,6 +56,8 @@ class Sequences:
     depth_first_in_same_context: int
     shared_tokens: int
     depth_difference: float | None
+    same_tokens: int
+    executed_difference: float | None
 
     def asdict(self) -> dict[str, Any]:
         found = asdict(self)
@@ -70,7 +75,7 @@ def compare_sequences(
     segments: R, below which a readout leaves planes to be filled. kv: what fills them in either arm (`kv_kind`).
     """
     tokens, depths, causes, difference, shared = [], [], Counter[str](), 0, 0
-    differ = same_context = 0
+    differ = same_context = same = executed = 0
     for a, b in pairs:
         token = first_difference(a["output_ids"], b["output_ids"])
         depth = first_difference(a["depths"], b["depths"])
@@ -78,6 +83,9 @@ def compare_sequences(
         before = len(a["depths"]) - a["decode_tokens"]  # read off the prompt
         end = len(a["output_ids"]) if token is None else token
         shared += max(0, end - before)
+        if token is None:
+            same += a["decode_tokens"]
+            executed += a["segments_executed"] - b["segments_executed"]
         if depth is not None and depth < end:
             difference += sum(a["depths"][before:end]) - sum(b["depths"][before:end])
         if token is None and depth is None:
@@ -103,6 +111,8 @@ def compare_sequences(
         depth_first_in_same_context=same_context,
         shared_tokens=shared,
         depth_difference=difference / shared if shared else None,
+        same_tokens=same,
+        executed_difference=executed / same if same else None,
     )
 
 

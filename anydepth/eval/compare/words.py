@@ -111,12 +111,16 @@ def where_they_part(found: Comparison) -> list[str]:
             f"Another choice is likelier in {choices.chosen_differ} questions; the largest distance of a token's "
             f"logprobs is {choices.most_logprob_difference:.2g}; depths differ in {choices.depths_differ}.",
         ]
-    if (found_ids := found.sequences) is None or not found_ids.differ:
-        return [*lines, "Token ids and depths are the same throughout."]
-    lines.append(
-        f"Token ids differ in {found_ids.tokens_differ} answers, depths in {found_ids.depths_differ}, either in "
-        f"{found_ids.differ}."
-    )
+    found_ids = found.sequences
+    if found_ids is None:
+        return lines
+    if not found_ids.differ:
+        lines.append("Token ids and depths are the same throughout.")
+    else:
+        lines.append(
+            f"Token ids differ in {found_ids.tokens_differ} answers, depths in {found_ids.depths_differ}, either in "
+            f"{found_ids.differ}."
+        )
     if spread := found_ids.first_token:
         lines.append(
             f"The first other token: at index {spread.median:g} in the median ({spread.least:g} to {spread.most:g}). "
@@ -133,5 +137,11 @@ def where_they_part(found: Comparison) -> list[str]:
         deeper = "deeper" if difference > 0 else "shallower"
         lines.append(
             f"While the tokens are the same, A is read {digits(abs(difference), 2)} segments {deeper} a token."
+        )
+    if executed := found_ids.executed_difference:
+        more = "more" if executed > 0 else "less"
+        lines.append(
+            f"In the answers with the same tokens throughout, A executes {digits(abs(executed), 2)} segments {more} a "
+            f"token."
         )
     return lines

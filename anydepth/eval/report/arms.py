@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from anydepth.eval.compare.compare import answers_wanted
-from anydepth.eval.compare.factors import effective_policy, factors, policy_words, value_words
+from anydepth.eval.compare.factors import effective_policy, factors, policy_words, signals_words, value_words
 from anydepth.eval.numbers import digits, percent, points
 from anydepth.eval.report.files import Entry, Section, not_run
 from anydepth.eval.report.page import BAD, WORDS, Bar, Block, Cell, Row, Table, tint
@@ -27,17 +27,22 @@ def setting_words(section: Section) -> dict[str, str]:
         for factor in group
         if factor.name not in ("exit policy", "exit_threshold", "depth", "min_depth", "max_depth")
     }
-    shown = [name for name in ("backend", "fill") if name in names] + sorted(names - {"backend", "fill"})
+    if "lateness" in names:  # which the words for signals have
+        names = names - {"lateness"} | {"signals"}
+    plain = ("backend", "fill", "signals")
+    shown = [name for name in plain if name in names] + sorted(names - {*plain})
     return {entry.label: " · ".join([policy_words(entry.settings), *_values(entry, shown)]) for entry in entries}
 
 
 def _values(entry: Entry, names: Sequence[str]) -> list[str]:
     return [
-        value_words(entry.settings[name])
+        signals_words(entry.settings)
+        if name == "signals"
+        else value_words(entry.settings[name])
         if name in ("backend", "fill")
         else f"{name} {value_words(entry.settings[name])}"
         for name in names
-        if entry.settings.get(name) is not None
+        if entry.settings.get(name) is not None or name == "signals"
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from anydepth.eval.numbers import digits, percent
+from anydepth.eval.numbers import digits, percent, signed
 from anydepth.eval.report.page import BAD, Block, Cell, Row, Table
 from anydepth.record import Record
 
@@ -18,6 +18,7 @@ def bench_block(bench: Record, *, title: str) -> Block:
     if bench.status != "complete":
         return Block(title=title, note="This bench is not complete.")
     tables = [_closed(found["rows"]), _latencies(found["rows"])] if found.get("rows") else []
+    tables += [_late(settings.get("cells", ()), found.get("rows", ()))]
     tables += [_variance(found["batch_variance"])] if found.get("batch_variance") else []
     tables += [_arrivals(found["arrivals"])] if found.get("arrivals") else []
     return Block(
@@ -27,7 +28,7 @@ def bench_block(bench: Record, *, title: str) -> Block:
         f"{settings['baseline']} within this run. The bound is what the work saved allows, as time and, beside it, in "
         f"FLOPs; roofline: the time that this machine needs at least, over the time measured. Repetitions of a cell "
         f"must not differ in float32; elsewhere the composition of a batch alone can change tokens.",
-        tables=tuple(tables),
+        tables=tuple(table for table in tables if table.rows),
     )
 
 
@@ -54,6 +55,40 @@ def _closed(rows: Sequence[Figures]) -> Table:
     head = ("matched work", "at a time", "tokens/s", "questions/s", "mean depth", "speed-up", "bound", "% of bound")
     more = ("% of time saved", "roofline, %", "peak memory, MiB", "repetitions differ")
     return Table(head=(*head, *more), rows=tuple(lines))
+
+
+def _late(cells: Sequence[Figures], rows: Sequence[Figures]) -> Table:
+    """Each mode of signals against `delayed` with the same exit setting: the same tokens, and as late."""
+    modes = {cell["name"]: cell.get("signals", "sync") for cell in cells}
+    alike = {
+        cell["name"]: {key: value for key, value in cell.items() if key not in ("name", "signals", "lateness")}
+        for cell in cells
+    }
+    lines: list[Row] = []
+    for base in rows:
+        if modes.get(base["name"]) != "delayed":
+            continue
+        for row in rows:
+            if row["concurrency"] != base["concurrency"] or alike[row["name"]] != alike[base["name"]] or row is base:
+                continue
+            lines.append(
+                (
+                    f"{row['name']} / {base['name']}",
+                    str(row["concurrency"]),
+                    Cell(f"{digits(row['tokens_per_s'] / base['tokens_per_s'], 3)} ×", "of medians"),
+                    f"{digits(row['s_max'] / base['s_max'], 3)} ×",
+                    digits(row["segments_executed_per_question"], 1),
+                    digits(base["segments_executed_per_question"], 1),
+                    _memory_beside(row, base),
+                )
+            )
+    head = ("signals, against delayed", "at a time", "speed-up", "bound", "executed/ question", "delayed executes")
+    return Table(head=(*head, "peak memory, MiB more"), rows=tuple(lines))
+
+
+def _memory_beside(row: Figures, base: Figures) -> str:
+    values = row.get("peak_memory_bytes"), base.get("peak_memory_bytes")
+    return "–" if None in values else signed((values[0] - values[1]) / 2**20)  # type: ignore[operator]
 
 
 def _latencies(rows: Sequence[Figures]) -> Table:

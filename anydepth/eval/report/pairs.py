@@ -1,17 +1,15 @@
-"""Which arms of a report are held against each other, and what it proposes from that."""
+"""Which arms of a report are held against each other."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from anydepth.certificate import Certificate, describe, question_set_hash
+from anydepth.certificate import counted_signals
 from anydepth.eval.compare.compare import Comparison, compare
-from anydepth.eval.compare.factors import EXACT_FILLS, effective_policy, factors, policy_words
+from anydepth.eval.compare.factors import EXACT_FILLS, effective_policy, factors
 from anydepth.eval.compare.rules import Told, Verdict, judge
-from anydepth.eval.numbers import percent, points
 from anydepth.eval.report.files import Entry, Section
 from anydepth.stats import holm
 from anydepth.types import unknown
@@ -21,7 +19,8 @@ _POLICY = ("policy", "exit_threshold", "depth", "interval", "shallow_depth", "pr
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """A held against B. `why`: "baseline", "rule" or "K/V". `adjusted`: p after Holm over all pairs of the section."""
+    """A held against B. `why`: "baseline", "rule", "K/V" or "signals". `adjusted`: p after Holm over all pairs of the
+    section but those that are to be equal."""
 
     a: Entry
     b: Entry
@@ -40,19 +39,24 @@ class Judged:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """All pairs of a section, each once. `against` has each arm's own baseline."""
+    """All pairs of a section, each once: `equal` has those whose answers are to be the same, `pairs` the others, `late`
+    those of either that differ in their signals alone. `against` has each arm's own baseline."""
 
     pairs: tuple[Pair, ...]
+    equal: tuple[Pair, ...]
     judged: tuple[Judged, ...]
     kv: tuple[Pair, ...]
+    late: tuple[Pair, ...]
     against: Mapping[str, Pair]
     baseline: Entry | None
 
 
 def pair_up(section: Section, *, margin_pp: float, baseline: str | None = None) -> Pairs:
-    """Compare every arm with its baseline, the pairs that rules name, and arms that differ in their K/V alone.
+    """Compare every arm with its baseline, the pairs that rules name, and arms that differ in their K/V or in their
+    signals alone.
 
     baseline: an arm's name; by default each arm has the one at full depth from which it differs in the fewest factors.
+    An arm that is to equal another by its signals has that one and no baseline.
     """
     ready = [entry for entry in section.entries if entry.paired]
     if baseline is not None and section.entry(baseline) is None:
@@ -70,27 +74,36 @@ def pair_up(section: Section, *, margin_pp: float, baseline: str | None = None) 
             made[key] = replace(found, a=a.label, b=b.label)
         return Pair(a=a, b=b, why=why, found=made[key])
 
+    late = [pair(a, b, "signals") for a, b in _late_pairs(ready)]
+    other = [each for each in late if not same_policy(each)]
+    equal = [each for each in late if same_policy(each)]
+    alone = [entry for entry in ready if entry not in [each.a for each in equal]]
     against = {}
-    for entry in ready:
+    for entry in alone:
         others = [base for base in bases if base != entry]
         if entry in bases:
             others = [base for base in others if bases.index(base) < bases.index(entry)][:1]
         if others:
             nearest = min(others, key=lambda base: len(factors(entry.settings, base.settings).counted))
             against[entry.label] = pair(entry, nearest, "baseline")
-    ruled, judged = [], []
+    ruled: list[Pair] = []
+    judged = []
     for told in section.rules:
         a, b = (section.entry(name) for name in told.rule["compare"])
         if a is None or b is None or not a.paired or not b.paired:
             judged.append(Judged(told=told, verdict=_unjudged(told.rule, section)))
         else:
-            ruled.append(pair(a, b, "rule"))
-            judged.append(Judged(told=told, verdict=judge(told.rule, ruled[-1].found)))
-    kv = [pair(a, b, "K/V") for a, b in _kv_pairs(ready)]
+            held = pair(a, b, "rule")
+            (equal if told.rule.get("identical") else ruled).append(held)
+            judged.append(Judged(told=told, verdict=judge(told.rule, held.found)))
+    kv = [pair(a, b, "K/V") for a, b in _kv_pairs(alone)]
+    tested = _adjusted([*against.values(), *ruled, *kv, *other])
     return Pairs(
-        pairs=_adjusted([*against.values(), *ruled, *kv]),
+        pairs=tested,
+        equal=_once(equal, known=tested),
         judged=tuple(judged),
         kv=tuple(kv),
+        late=tuple(late),
         against=against,
         baseline=all_bases[0] if all_bases else None,
     )
@@ -111,10 +124,44 @@ def _kv_pairs(ready: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
         if entry.settings.get("fill") in (*EXACT_FILLS, None):
             continue
         for fill in EXACT_FILLS:
-            exact = [e for e in early if e.settings.get("fill") == fill and _policy(e) == _policy(entry)]
+            same = [e for e in early if _policy(e) == _policy(entry) and signals_of(e) == signals_of(entry)]
+            exact = [e for e in same if e.settings.get("fill") == fill]
             if exact:
                 found.append((entry, min(exact, key=lambda e: len(factors(entry.settings, e.settings).counted))))
     return found
+
+
+def _late_pairs(ready: Sequence[Entry]) -> list[tuple[Entry, Entry]]:
+    """(late arm, synchronous arm) that differ in nothing else. The synchronous form of `delayed` is `delayed` without
+    lateness, if it was run; that and all other modes are held against `sync`."""
+    found = []
+    for entry in ready:
+        mode, turns = _mode(entry)
+        if mode == "sync":
+            continue
+        like = [other for other in ready if _policy(other) == _policy(entry) and _only_signals(entry, other)]
+        own = [other for other in like if mode == "delayed" and turns and _mode(other) == ("delayed", 0)]
+        found += [(entry, other) for other in (own or [o for o in like if _mode(o)[0] == "sync"])[:1]]
+    return found
+
+
+def _mode(entry: Entry) -> tuple[str, int]:
+    """The mode of signals, and how many turns they are late."""
+    return entry.settings.get("signals", "sync"), entry.settings.get("lateness", 0)
+
+
+def signals_of(entry: Entry) -> str:
+    """The mode of signals whose answers an arm is to give."""
+    return counted_signals(_mode(entry)[0])
+
+
+def _only_signals(one: Entry, other: Entry) -> bool:
+    return {factor.name for factor in factors(one.settings, other.settings).counted} <= {"signals", "lateness"}
+
+
+def same_policy(pair: Pair) -> bool:
+    """Whether two arms that differ in their signals are to give the same answers."""
+    return signals_of(pair.a) == signals_of(pair.b) or not pair.found.factors
 
 
 def _policy(entry: Entry) -> list[Any]:
@@ -136,103 +183,16 @@ def _unjudged(rule: Mapping[str, Any], section: Section) -> Verdict:
 
 def _adjusted(pairs: Sequence[Pair]) -> tuple[Pair, ...]:
     """Each pair once, either way round, with p adjusted over them all."""
-    once: dict[frozenset[str], Pair] = {}
-    for pair in pairs:
-        once.setdefault(frozenset((pair.a.label, pair.b.label)), pair)
-    kept = list(once.values())
+    kept = _once(pairs)
     tested = [pair for pair in kept if pair.found.outcome is not None]
     adjusted = holm([pair.found.outcome.result.p for pair in tested if pair.found.outcome is not None])
     found = {(pair.a.label, pair.b.label): p for pair, p in zip(tested, adjusted, strict=True)}
     return tuple(replace(pair, adjusted=found.get((pair.a.label, pair.b.label))) for pair in kept)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """What a report proposes, if anything, and on what evidence. `pair`: the proposed arm against its baseline."""
-
-    pair: Pair | None
-    lines: tuple[str, ...]
-
-
-def propose(section: Section, pairs: Pairs, certificates: Sequence[Certificate], *, margin_pp: float) -> Proposal:
-    """The cheapest arm by executed segments that is non-inferior to full depth on these questions.
-
-    What a certificate says comes first; it is the better evidence.
-    """
-    early = [pair for pair in pairs.against.values() if effective_policy(pair.a.settings) != "never" and _saves(pair)]
-    good = [pair for pair in early if pair.found.non_inferior]
-    best = min(good, key=lambda pair: pair.found.executed.a) if good else None
-    hashes = {(entry.record.provenance.get("model") or {}).get("hash") for entry in section.entries}
-    certificates = [certificate for certificate in certificates if certificate.model_hash in hashes]
-    lines = [_certified(certificate, section) for certificate in certificates]
-    if best is not None:
-        lines += _evidence(best, len(early), margin_pp)
-    elif early:
-        lines.append(
-            f"None of the {len(early)} arms that execute fewer segments was shown to be non-inferior to full depth at "
-            f"a margin of {margin_pp:g} pp: from these questions full depth is the proposal."
-        )
-    else:
-        lines.append("No proposal: no arm that saves segments can be paired with one at full depth here.")
-    if best is not None or certificates:
-        lines.append(_other_questions(section))
-    if best is not None and not certificates:
-        lines.append("No certificate is among the files; anydepth calibrate makes one, with a stated risk.")
-    lines.append("This is a proposal with its evidence. The decision is yours.")
-    return Proposal(pair=best, lines=tuple(lines))
-
-
-def _saves(pair: Pair) -> bool:
-    return pair.found.executed.a < pair.found.executed.b
-
-
-def _evidence(best: Pair, early: int, margin_pp: float) -> list[str]:
-    found = best.found
-    assert found.outcome is not None
-    result = found.outcome.result
-    share = percent(found.executed.share, 0)
-    lines = [
-        f"Proposed: {policy_words(best.a.settings)} (arm {best.a.label}), which executes {share} % of the segments of "
-        f"{best.b.label}. It is the cheapest of {early} early arms that is non-inferior at a margin of {margin_pp:g} "
-        f"pp on these {found.outcome.n:,} answers: A − B is {points(result.difference)} pp, its lower 95 % limit "
-        f"{points(result.lower_limit)} pp."
-    ]
-    if early > 1:
-        lines.append("The best of several on the same questions looks better than it is: expect a little less of it.")
-    return lines
-
-
-def _certified(certificate: Certificate, section: Section) -> str:
-    ids = {sample["id"] for entry in section.entries for sample in entry.record.samples}
-    same = question_set_hash(ids) == certificate.certified_on
-    where = "on these very questions" if same else "on other questions than these"
-    said = describe(certificate)
-    return f"{said[0].upper()}{said[1:]}; {where}."
-
-
-def _other_questions(section: Section) -> str:
-    split = split_of(section)
-    if split is None:
-        return (
-            "Which split these questions are from is not recorded. If they are test questions, choose on others and "
-            "use these only to report."
-        )
-    if "test" in split:
-        return (
-            f"These are questions of the {split} split: the choice itself must be made on other questions, or it is no "
-            f"longer a test."
-        )
-    return f"These are questions of the {split} split: report the chosen setting on test questions, asked once."
-
-
-def split_of(section: Section) -> str | None:
-    """The split of a section's questions: recorded, planned, or said by the ids."""
-    for said in (
-        *(entry.settings.get("split") for entry in section.entries),
-        *(plan.lines[-1]["study"].get("split") for plan in section.plans if plan.lines),
-    ):
-        if said:
-            return str(said)
-    ids = [sample["id"] for entry in section.entries for sample in entry.record.samples[:1]]
-    named = re.search(r"(?<![a-z])(test|validation|val|train|dev|calibration)(?![a-z])", ids[0]) if ids else None
-    return named[1] if named else None
+def _once(pairs: Sequence[Pair], *, known: Sequence[Pair] = ()) -> tuple[Pair, ...]:
+    """Each pair once, either way round, without those that are known."""
+    once: dict[frozenset[str], Pair] = {}
+    for pair in (*known, *pairs):
+        once.setdefault(frozenset((pair.a.label, pair.b.label)), pair)
+    return tuple(once.values())[len(known) :]

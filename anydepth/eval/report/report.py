@@ -23,8 +23,9 @@ from anydepth.eval.report.bench import bench_block
 from anydepth.eval.report.deviations import deviations
 from anydepth.eval.report.files import Gathered, Section, gather, not_run
 from anydepth.eval.report.page import Block, facts, markdown, template_environment
-from anydepth.eval.report.pairs import Pair, Pairs, Proposal, pair_up, propose, split_of
-from anydepth.eval.report.verdicts import kv_block, pairs_block, parting_block, rules_block
+from anydepth.eval.report.pairs import Pair, Pairs, pair_up
+from anydepth.eval.report.proposal import Proposal, propose, split_of
+from anydepth.eval.report.verdicts import kv_block, late_block, pairs_block, parting_block, rules_block
 from anydepth.record import Record, write_atomically
 
 HTML, MARKDOWN = "report.html", "report.md"
@@ -112,6 +113,7 @@ def _chapter(
         rules_block(pairs),
         pairs_block(pairs, margin_pp=margin_pp),
         kv_block(pairs),
+        late_block(pairs),
         parting_block(pairs),
         depths_block(section),
         groups_block(section, pairs),
@@ -233,7 +235,9 @@ def _result(section: Section, pairs: Pairs, proposal: Proposal) -> dict[str, Any
             for e in section.complete
         ],
         "not_run": [name for plan in section.plans for name in not_run(plan)],
-        "pairs": [{**pair.found.asdict(), "why": pair.why, "p_holm": pair.adjusted} for pair in pairs.pairs],
+        "pairs": [
+            {**pair.found.asdict(), "why": pair.why, "p_holm": pair.adjusted} for pair in (*pairs.pairs, *pairs.equal)
+        ],
         "rules": [
             {"rule": dict(j.told.rule), "since": j.told.since, "met": j.verdict.met, "because": list(j.verdict.reasons)}
             for j in pairs.judged

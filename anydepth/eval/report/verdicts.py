@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from anydepth.eval.compare.factors import signals_words
 from anydepth.eval.compare.rules import rule_words
 from anydepth.eval.compare.words import SIGNIFICANT, factor_words
 from anydepth.eval.compare.work import Work
 from anydepth.eval.numbers import digits, interval, p_value, points, signed
 from anydepth.eval.report.page import BAD, GOOD, WORDS, Block, Cell, Row, Table
-from anydepth.eval.report.pairs import Pair, Pairs
+from anydepth.eval.report.pairs import Pair, Pairs, same_policy
 
 
 def pairs_block(pairs: Pairs, *, margin_pp: float) -> Block | None:
@@ -86,7 +87,7 @@ def _verdict(pair: Pair) -> Cell:
 def parting_block(pairs: Pairs) -> Block | None:
     """Where answers part ways, pair by pair."""
     rows: list[Row] = []
-    for pair in pairs.pairs:
+    for pair in (*pairs.pairs, *pairs.equal):
         if (found := pair.found.sequences) is not None:
             first = found.first_token
             rows.append(
@@ -161,6 +162,59 @@ def kv_block(pairs: Pairs) -> Block | None:
             ),
         ),
     )
+
+
+def late_block(pairs: Pairs) -> Block | None:
+    """What late signals change, and what they cost: arms that differ in their signals alone."""
+    rows: list[Row] = []
+    for pair in pairs.late:
+        outcome, found, executed = pair.found.outcome, pair.found.sequences, pair.found.executed
+        rows.append(
+            (
+                f"{pair.a.label} − {pair.b.label}",
+                f"{signals_words(pair.a.settings)} − {signals_words(pair.b.settings)}",
+                _differing(pair),
+                Cell(points(outcome.result.difference), interval(outcome.result.interval)) if outcome else "–",
+                f"{outcome.gains} / {outcome.losses}" if outcome else "–",
+                p_value(outcome.result.p) if outcome else "–",
+                digits(executed.a, 1),
+                digits(executed.b, 1),
+                Cell(signed(found.depth_difference, 2), f"{found.shared_tokens:,} tokens") if found else "–",
+                Cell(signed(found.executed_difference, 2), f"{found.same_tokens:,} tokens") if found else "–",
+            )
+        )
+    if not rows:
+        return None
+    return Block(
+        title="Late signals",
+        note="The same exit settings; what the host has read by then differs. exact and resident are to answer as sync "
+        "does, delayed as its own synchronous form does, which follows another policy than sync: no quality baseline. "
+        "p is not adjusted here. Extra segments a token, A − B: read, over the tokens before the first other one; "
+        "executed, over the answers without another token.",
+        tables=(
+            Table(
+                head=(
+                    "A − B",
+                    "signals",
+                    "ids or depths differ",
+                    "right, pp",
+                    "only A / B right",
+                    "p",
+                    "executed/ question, A",
+                    "B",
+                    "extra read a token",
+                    "extra executed a token",
+                ),
+                rows=tuple(rows),
+            ),
+        ),
+    )
+
+
+def _differing(pair: Pair) -> Cell:
+    found, choices = pair.found.sequences, pair.found.choices
+    differ = found.differ if found else choices.depths_differ if choices else 0
+    return Cell(f"{differ} of {pair.found.answers:,}", mark=BAD if differ and same_policy(pair) else "")
 
 
 def rules_block(pairs: Pairs) -> Block | None:
