@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +12,12 @@ import torch
 from anydepth.certificate import Certificate
 from anydepth.engine.invariant import Invariant, in_blocks
 from anydepth.engine.pages import Pages
-from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
+from anydepth.engine.requests import Requests
 from anydepth.engine.signals import load_mode
 from anydepth.engine.submission import Submission, default_submission
-from anydepth.engine.text import TextStream
-from anydepth.exits.base import bounds_of
-from anydepth.exits.load import load_policy, policy_name
+from anydepth.exits.base import Policy
+from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import load_fill
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
@@ -76,9 +74,9 @@ class Engine:
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
         if not isinstance(batch_invariant, bool):
             raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
-        self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
+        self.model = model
         self.fill = load_fill(fill, model.shape)
-        self.gate_dtype, self.certificate = gate_dtype, certificate
+        self.gate_dtype = gate_dtype
         self._invariant = Invariant(model) if batch_invariant else None
         shape = model.shape
         if kv_pages is None:
@@ -104,11 +102,16 @@ class Engine:
         self.runner = self.mode.runner(
             self._invariant or model, self.fill, self.slots, lateness=self.lateness, submission=self.submission
         )
+        self.requests = Requests(
+            shape,
+            load=_policies(gate_dtype, batch_invariant=batch_invariant),
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            certificate=certificate,
+        )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._stepping, self._to_abort = False, list[str]()
-        self._policies: dict[str, Any] = {}
-        self._ids = itertools.count()
         self._usage, self._ends, self._peak_pages = Usage(), Counter[str](), 0
 
     @property
@@ -133,59 +136,23 @@ class Engine:
         `forced` are continuations to score instead of sampling (one a request but with signals="sync"). Without
         `streaming`, text is made at the end only.
         """
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is {sampling!r}; allowed: a Sampling, or None for the defaults")
-        if self.certificate is not None:
-            sampling = self.certificate.hold(sampling, policy=policy_name(sampling))
-        if forced:  # scored from the context's last token on, which is a decode row
-            if self.lateness or self.mode.name == "resident":
-                raise ValueError(
-                    f"continuations are scored without lateness; this engine has signals={self.mode.name!r}, "
-                    f"lateness={self.lateness}: use LLM.score, or an engine with signals='sync'"
-                )
-            sampling = replace(sampling, first_token="policy")
-        prompt_ids = self.prompt_ids(prompt)
-        name = policy_name(sampling)
-        if name not in self._policies:
-            loaded = load_policy(name, gate_dtype=self.gate_dtype)
-            self._policies[name] = in_blocks(loaded) if self._invariant else loaded
-        policy = self._policies[name]
-        policy.check(sampling, self.model.shape)
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this checkpoint has not; use stop_token_ids")
-        room = self.model.shape.max_positions - len(prompt_ids) + 1
-        for ids in forced:
-            self._check_ids("continuation", ids)
-            if len(ids) > room:
-                raise ValueError(
-                    f"the continuation has {len(ids)} tokens after a context of {len(prompt_ids)}; the "
-                    f"model's length of {self.model.shape.max_positions} leaves room for {room}"
-                )
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority is {priority!r}; allowed: whole numbers, higher ones go first")
-        if seed is None:
-            seed = fresh_seed() if sampling.seed is None else sampling.seed
-        stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
-        request = Request(
-            id=id if id is not None else f"request-{next(self._ids)}",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            policy=policy,
-            bounds=bounds_of(sampling, self.model.shape),
-            stop_ids=stop,
+        if forced and (self.lateness or self.mode.name == "resident"):
+            raise ValueError(
+                f"continuations are scored without lateness; this engine has signals={self.mode.name!r}, "
+                f"lateness={self.lateness}: use LLM.score, or an engine with signals='sync'"
+            )
+        request = self.requests.make(
+            prompt,
+            sampling,
+            id=id,
+            forced=forced,
+            streaming=streaming,
             seed=seed,
-            max_tokens=max(map(len, forced)) if forced else min(sampling.max_tokens, room),
-            forced=tuple(tuple(ids) for ids in forced),
-            text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
             priority=priority,
             prompt_index=prompt_index,
             answer_index=answer_index,
         )
-        self._check_trace(request)
         self._check_pool(request)
-        if ":" in name:
-            self._check_planned(request)
         return request
 
     def submit(
@@ -318,60 +285,6 @@ class Engine:
             )
         return budget_bytes // page_bytes
 
-    def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Token ids of a prompt, checked. A string is encoded with the checkpoint's tokenizer."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "the prompt is a string, but this checkpoint has no tokenizer; give token ids, or a "
-                    "tokenizer= to LLM"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        self._check_ids("prompt", prompt)
-        if len(prompt) > self.model.shape.max_positions:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; this model's length is "
-                f"{self.model.shape.max_positions}: shorten the prompt"
-            )
-        return tuple(prompt)
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        vocab = self.model.shape.vocab
-        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-            raise ValueError(
-                f"the {what} is {ids!r}; allowed: a string or a list of token ids (of an array, .tolist())"
-            )
-        if len(ids) == 0:
-            raise ValueError(f"the {what} is empty; give at least one token")
-        for at, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"the {what} has {token!r} at index {at}; allowed: token ids 0 .. {vocab - 1}")
-
-    def _check_trace(self, request: Request) -> None:
-        trace, forced = request.sampling.trace, request.forced
-        outputs = max(map(len, forced)) if forced else request.max_tokens
-        if trace is not None and len(trace) < outputs:
-            raise ValueError(
-                f"trace has {len(trace)} depths, but the request may produce {outputs} tokens; give one "
-                f"depth for each, or lower max_tokens"
-            )
-
-    def _check_planned(self, request: Request) -> None:
-        """An own policy's planned depths: a wrong one would read a state that is not there."""
-        low, high = request.bounds
-        for index in range(max(map(len, request.forced)) if request.forced else request.max_tokens):
-            depth = request.policy.planned(request.sampling, index, self.model.shape.segments)
-            if depth is None and getattr(request.policy, "needs", None) == "nothing":
-                raise ValueError(
-                    f"exit_policy {request.policy.name!r} plans no depth for output {index} and needs "
-                    f"nothing to decide by; give it one of them"
-                )
-            if depth is not None and not low <= depth <= high:
-                raise ValueError(
-                    f"exit_policy {request.policy.name!r} plans depth {depth} for output {index}; "
-                    f"allowed: {low} .. {high}"
-                )
-
     def _check_pool(self, request: Request) -> None:
         positions = self.scheduler.positions_of(request)
         needed, size = self.pages.needed(positions), self.pages.size
@@ -389,6 +302,16 @@ class Engine:
                 self._ends[chunk.output.finish_reason] += 1
             if ended := chunk.score or chunk.output:
                 self._usage += ended.usage
+
+
+def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:
+    """What loads a policy by its name."""
+
+    def load(name: str) -> Policy:
+        policy = load_policy(name, gate_dtype=gate_dtype)
+        return in_blocks(policy) if batch_invariant else policy
+
+    return load
 
 
 def default_pages(model: Model, planes: int, slots: int, page_size: int) -> int:

@@ -224,7 +224,7 @@ class LLM:
             raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations; give as many of each")
         pairs = []
         for context, continuation in zip(contexts, continuations, strict=True):
-            ids = self.engine.prompt_ids(context)
+            ids = self.engine.requests.prompt_ids(context)
             if isinstance(context, str) and isinstance(continuation, str):
                 assert self.tokenizer is not None
                 continuation = self.tokenizer.encode(context + continuation)[len(ids) :]

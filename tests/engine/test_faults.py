@@ -14,6 +14,7 @@ import pytest
 from anydepth.engine import runner, sampling, text
 from anydepth.engine.engine import Engine
 from anydepth.engine.plan import Sequence
+from anydepth.engine.requests import Requests
 from anydepth.engine.runner import Runner
 from anydepth.engine.sampling import Sampler
 from anydepth.engine.scheduler import Scheduler
@@ -257,7 +258,7 @@ FAULTS = {
         TextStream, "push", "if fresh:", "if True:", test_text.test_words_come_with_their_spaces
     ),
     "the model's length does not end a request": Fault(
-        Engine, "prepare", "else min(sampling.max_tokens, room)", "else sampling.max_tokens",
+        Requests, "make", "else min(sampling.max_tokens, room)", "else sampling.max_tokens",
         lambda: assert_lone_runs(twins(seed=4, max_position_embeddings=8), [(prompt(6), {})], fill="full"),
     ),
 }  # fmt: skip
