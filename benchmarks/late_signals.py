@@ -3,7 +3,8 @@
 The modes take turns on the same requests, round by round, and a pair is a ratio of their sums. Time is that of the
 processor, since other programs share the machine (the wall clock stands beside it); all runs on one thread. `resident`
 reads out, samples and embeds in every turn, whether or not a row leaves: what that costs is measured alone on as many
-rows, and its ratio is given with and without it.
+rows, and its ratio is given with and without it. Of a row that is alone the host must know plane and position to read
+its K/V as a slice, which with `resident` it does not: "sync, gathered" is `sync` without that slice.
 
     python benchmarks/late_signals.py --out runs/late_signals
 """
@@ -29,7 +30,8 @@ from anydepth.models.nano.questions import questions
 from anydepth.models.ouro import Ouro
 from anydepth.types import Sampling
 
-MODES = ("sync", "exact", "resident")
+SYNC, GATHERED = "sync", "sync, gathered"
+MODES = (SYNC, "exact", "resident", GATHERED)
 LARGE = {
     "model_type": "ouro",
     "hidden_size": 1024,
@@ -81,8 +83,9 @@ def main() -> None:
             asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
             rounds = max(1, 48 // concurrency) if name == "nano" else 1
             rows += compare(name, model, asked, pairs=options.pairs, rounds=rounds)
-            for row in rows[-len(MODES) + 1 :]:
-                print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+            for row in rows:
+                if row["model"] == name and row["concurrency"] == concurrency:
+                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     settings = {**vars(options), "benchmark": "late_signals", "out": None}
     write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
@@ -107,42 +110,42 @@ def compare(
     name: str, model: Model, asked: list[tuple[list[int], Sampling]], *, pairs: int, rounds: int
 ) -> list[dict[str, Any]]:
     """One row for each mode but `sync`: medians (least, most) over the pairs, each of so many rounds."""
-    engines = {mode: new_engine(model, mode, asked) for mode in MODES}
+    modes = MODES if len(asked) == 1 else MODES[:-1]
+    engines = {mode: new_engine(model, mode, asked) for mode in modes}
     for engine in engines.values():
         decode(engine, asked)
-    costs: dict[str, list[Cost]] = {mode: [] for mode in MODES}
+    costs: dict[str, list[Cost]] = {mode: [] for mode in modes}
     readout_us = []
     for _ in range(pairs):
-        sums = dict.fromkeys(MODES, Cost(0, 0, 0.0, 0.0))
+        sums = dict.fromkeys(modes, Cost(0, 0, 0.0, 0.0))
         for n in range(rounds):
-            for mode in MODES if n % 2 else MODES[::-1]:
+            for mode in modes if n % 2 else modes[::-1]:
                 sums[mode] += decode(engines[mode], asked)
-        for mode in MODES:
+        for mode in modes:
             costs[mode].append(sums[mode])
         readout_us.append(readout_cost(model, len(asked)))
     a_row = [us / len(asked) for us in readout_us]
     rows = []
-    for mode in MODES[1:]:
-        ratios = [cost.cpu_us / sync.cpu_us for cost, sync in zip(costs[mode], costs["sync"], strict=True)]
+    for mode in modes[1:]:
+        ratios = [cost.cpu_us / sync.cpu_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)]
         row = {
             "model": name,
             "concurrency": len(asked),
             "signals": mode,
-            "sync_us_per_segment": rounded(spread([cost.cpu_us for cost in costs["sync"]])),
+            "sync_us_per_segment": rounded(spread([cost.cpu_us for cost in costs[SYNC]])),
             "us_per_segment": rounded(spread([cost.cpu_us for cost in costs[mode]])),
             "ratio": rounded(spread(ratios)),
             "wall_ratio": rounded(
-                spread([cost.wall_us / sync.wall_us for cost, sync in zip(costs[mode], costs["sync"], strict=True)])
+                spread([cost.wall_us / sync.wall_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)])
             ),
             "executed": costs[mode][0].executed,
-            "sync_executed": costs["sync"][0].executed,
-            "sync_turns": costs["sync"][0].turns,
+            "sync_executed": costs[SYNC][0].executed,
+            "sync_turns": costs[SYNC][0].turns,
             "turns": costs[mode][0].turns,
         }
         if mode == "resident":
             beyond = [
-                (cost.cpu_us - us) / sync.cpu_us
-                for cost, sync, us in zip(costs[mode], costs["sync"], a_row, strict=True)
+                (cost.cpu_us - us) / sync.cpu_us for cost, sync, us in zip(costs[mode], costs[SYNC], a_row, strict=True)
             ]
             row |= {"readout_us_per_row": rounded(spread(a_row)), "ratio_beyond_readout": rounded(spread(beyond))}
         rows.append(row)
@@ -151,9 +154,13 @@ def compare(
 
 def new_engine(model: Model, mode: str, asked: list[tuple[list[int], Sampling]]) -> Engine:
     pages = sum((len(prompt) + ask.max_tokens) // 16 + 1 for prompt, ask in asked)
-    return Engine(
-        model, signals=mode, max_batch=len(asked), kv_pages=pages, max_batched_tokens=4096, prefix_sharing=False
+    signals = SYNC if mode == GATHERED else mode
+    engine = Engine(
+        model, signals=signals, max_batch=len(asked), kv_pages=pages, max_batched_tokens=4096, prefix_sharing=False
     )
+    if mode == GATHERED:
+        engine.runner.lone_chunk = False
+    return engine
 
 
 def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:

@@ -113,13 +113,13 @@ def run_turn(
     """
     segments = model.shape.segments
     numbers = state.numbers_S8.index_select(0, slots)
-    depth, position, output, runs, kept, *_ = numbers.unbind(1)
+    depth, position, output, runs, kept, last, final, policy = numbers.unbind(1)
     h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs == 0, prompts, kind)
     if prompts is not None and len(slots) + len(prompts.ending_slots_F) == 0:  # nobody who could give a token
         return Given(slots.new_zeros(3, 0), None, h_Pd)
 
-    leaves, last = _decide(model, policies, asks, slots, numbers, h_Bd, kind)
-    read_Bd, read_depth, left = h_Bd, depth, last if leaves is None else leaves | last
+    rows = Deciding(slots, depth, output, runs, last, policy)
+    read_Bd, read_depth, left = h_Bd, depth, _leaves(model, policies, asks, rows, h_Bd, kind)
     if fill.runs_on:
         read_Bd, kept = _keep(state, slots, depth, kept, left, h_Bd)
         left, read_depth = depth == segments, kept
@@ -134,10 +134,10 @@ def run_turn(
         read_depth, kept = torch.cat((read_depth, full)), torch.cat((kept, 0 * full))
         read_Bd, next_Bd = torch.cat((read_Bd, last_Fd)), torch.cat((next_Bd, last_Fd))
         numbers = torch.cat((numbers, state.numbers_S8.index_select(0, ending)))
-        depth, _, output, runs, *_ = numbers.unbind(1)
+        depth, _, output, runs, _, _, final, _ = numbers.unbind(1)
     token, logprob = _choose(asks, slots, output, model.readout(segments, read_Bd), kind)
 
-    goes_on = output < numbers[:, 6]
+    goes_on = output < final
     if kind.stops:
         goes_on = goes_on & (asks.stop_SK.index_select(0, slots) != token.unsqueeze(1)).all(1)
     on = left & goes_on  # one that ends stays where it is: there may be no further position
@@ -181,11 +181,20 @@ def _segment(
     return h[:rows], h[rows:], write_B
 
 
-def _decide(
-    model: Model, policies: Policies, asks: Asks, slots: Tensor, numbers_B8: Tensor, h_Bd: Tensor, kind: Kind
-) -> tuple[Tensor | None, Tensor]:
-    """(the policy says so; None without one; the last depth is reached), [B] each."""
-    depth, _, output, runs, _, last, _, mine = numbers_B8.unbind(1)
+class Deciding(NamedTuple):
+    """Decode rows before they are asked, [B] each: slot, depth, output, whether they run, max_depth, their policy."""
+
+    slots: Tensor
+    depth: Tensor
+    output: Tensor
+    runs: Tensor
+    last: Tensor
+    policy: Tensor
+
+
+def _leaves(model: Model, policies: Policies, asks: Asks, rows: Deciding, h_Bd: Tensor, kind: Kind) -> Tensor:
+    """[B], whether the policy says so or the last depth is reached."""
+    slots, depth, output, runs, last, mine = rows
     adaptive = None
     if kind.planned:
         planned = asks.planned_SI.index_select(0, slots).gather(1, output.unsqueeze(1)).squeeze(1)
@@ -208,9 +217,9 @@ def _decide(
             after = torch.where(asked.unsqueeze(1), after, before)
         states.index_copy_(0, slots, after)
         says = leave if says is None else says | leave
-    if says is not None and adaptive is not None:
-        says = says & adaptive
-    return says, at_last
+    if says is None:
+        return at_last
+    return at_last | (says if adaptive is None else says & adaptive)
 
 
 def _keep(

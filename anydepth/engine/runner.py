@@ -32,7 +32,10 @@ class Leaving(NamedTuple):
 
 
 class Runner:
-    """Runs plans over `slots`, each turn to its end."""
+    """Runs plans over `slots`, each turn to its end. `lone_chunk`: a decode row that is alone is a chunk of one, for
+    which nothing is gathered or padded; the host must know its plane and position for that."""
+
+    lone_chunk = True
 
     def __init__(self, model: Model, fill: Fill, slots: Slots) -> None:
         self.model, self.fill, self.segments, self.slots = model, fill, model.shape.segments, slots
@@ -70,8 +73,8 @@ class Runner:
         return self._index(numbers).view(3, -1).unbind()
 
     def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor, start_B: Tensor) -> TurnKV:
-        """What the rows write and see. A decode row that is alone is a chunk of one: nothing is padded for it."""
-        together = plan.decode_rows if plan.decode_rows > 1 else 0
+        """What the rows write and see."""
+        together = 0 if plan.decode_rows == 1 and self.lone_chunk else plan.decode_rows
         decode = plan.rows[:together]
         chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
         context = max((row.start for row in decode), default=0) + 1
