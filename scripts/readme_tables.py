@@ -59,11 +59,12 @@ def study_text() -> str:
         "B1m2-0.5": "the same, never before the second pass",
         "B1-0.2": "gate 0.2, K/V copied, engine",
     }
+    own, twin = (len(list((RESULTS / name).glob("*/record.json"))) for name in ("nano_study", "nano-plain_study"))
     lines = [
-        f"All 2,160 test questions were answered under {_arms('nano_study')} settings on nano and {_arms('nano-plain_study')} "
-        "on its twin that was not trained for copied K/V ([study](benchmarks/nano_study.toml), [report]"
-        "(results/nano_study/report/report.md), [the twin's](results/nano-plain_study/report/report.md)). Some of them, "
-        "right answers in % with 95 % interval, and segments executed a question:",
+        f"All 2,160 test questions were answered under {own} settings on nano and {twin} on its twin that was not "
+        "trained for copied K/V ([study](benchmarks/nano_study.toml), [report](results/nano_study/report/report.md), "
+        "[the twin's](results/nano-plain_study/report/report.md)). Some of them, right answers in % with 95 % "
+        "interval, and segments executed a question:",
         "",
         "| arm | | nano, right | segments | nano-plain, right | segments |",
         "|---|---|---|---|---|---|",
@@ -100,11 +101,11 @@ def late_lines() -> list[str]:
         "B4r": ("resident, a turn late", "resident"),
     }
     lines = [
-        "Late signals at 0.5: the host learns of an exit after the next turn was submitted. Timed apart, on matched work, "
-        "32 at a time ([report](results/late_signals_bench/report/report.md)):",
+        "Late signals at 0.5: the host learns of an exit after the next turn was submitted. Timed apart, on matched "
+        "work, 32 at a time ([report](results/late_signals_bench/report/report.md)):",
         "",
-        "| arm | signals | right | segments | answers unlike sync's | extra segments a token | tokens/s | speed-up over full "
-        "depth | its bound |",
+        "| arm | signals | right | segments | answers unlike sync's | extra segments a token | tokens/s "
+        "| speed-up over full depth | its bound |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     sync = Record.read(RESULTS / "nano_study" / "B1-0.5")
@@ -123,10 +124,6 @@ def late_lines() -> list[str]:
 def _timed(row: dict[str, Any]) -> list[str]:
     speed = f"{row['tokens_per_s']:,.0f} ({row['tokens_per_s_low']:,.0f}-{row['tokens_per_s_high']:,.0f})"
     return [speed, digits(row["s"]), digits(row["s_max"])]
-
-
-def _arms(study: str) -> int:
-    return len(list((RESULTS / study).glob("*/record.json")))
 
 
 def speed_text() -> str:

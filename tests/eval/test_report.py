@@ -592,6 +592,25 @@ def test_the_picture_is_the_same_every_time_and_takes_the_pages_colours():
         plot.pareto([], x_label="segments")
 
 
+LONG = ("gate_cdf, min_depth 2 · engine · last_exited", "gate_cdf · engine · last_exited · delayed, 1 turn late")
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [(("full depth", "gate_cdf", "fixed"), 3), (("full depth", "gate_cdf", *LONG), 2), ((*LONG, 2 * LONG[0]), 1)],
+)
+def test_the_legend_stays_inside(names, columns):
+    points = [
+        Point(label=str(i), x=10.0 * i, accuracy=0.9, low=0.8, high=0.95, series=name, hollow=False)
+        for i, name in enumerate(names)
+    ]
+    assert plot.legend_columns(names) == columns
+    figure = plot.pareto(points, x_label="work")
+    plot.png(figure)
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
+
+
 def test_labels_stay_inside_and_cover_nothing():
     draw = random.Random(5)
     area = Box(0, 0, 1500, 900)

@@ -42,7 +42,7 @@ def _values(entry: Entry, names: Sequence[str]) -> list[str]:
         if name in ("backend", "fill")
         else f"{name} {value_words(entry.settings[name])}"
         for name in names
-        if entry.settings.get(name) is not None or name == "signals"
+        if entry.settings.get(name) is not None and (name != "signals" or signals_words(entry.settings) != "sync")
     ]
 
 
