@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from anydepth.eval.compare.compare import compare
 from anydepth.eval.numbers import digits, percent
 from anydepth.record import Record
 
@@ -58,11 +59,12 @@ def study_text() -> str:
         "B1m2-0.5": "the same, never before the second pass",
         "B1-0.2": "gate 0.2, K/V copied, engine",
     }
+    own, twin = (len(list((RESULTS / name).glob("*/record.json"))) for name in ("nano_study", "nano-plain_study"))
     lines = [
-        "Twenty-one arms answered all 2,160 test questions, on nano and on its twin that was not trained for copied "
-        "K/V ([study](benchmarks/nano_study.toml), [report](results/nano_study/report/report.md), [the twin's]"
-        "(results/nano-plain_study/report/report.md)). Some of them, right answers in % with 95 % interval, and "
-        "segments executed a question:",
+        f"All 2,160 test questions were answered under {own} settings on nano and {twin} on its twin that was not "
+        "trained for copied K/V ([study](benchmarks/nano_study.toml), [report](results/nano_study/report/report.md), "
+        "[the twin's](results/nano-plain_study/report/report.md)). Some of them, right answers in % with 95 % "
+        "interval, and segments executed a question:",
         "",
         "| arm | | nano, right | segments | nano-plain, right | segments |",
         "|---|---|---|---|---|---|",
@@ -78,8 +80,50 @@ def study_text() -> str:
         "",
         "A0 and B0 give the same tokens, A1 the same tokens and depths as the dense reference, for every question. The "
         "difference of B1 and A1 is the cost of copied K/V: none was shown for nano, 17 points for nano-plain.",
+        "",
+        *late_lines(),
     ]
     return "\n".join(lines) + "\n"
+
+
+def late_lines() -> list[str]:
+    """Each mode of signals at one threshold: what it answers, what it costs, how fast it is."""
+    timed = {
+        row["name"]: row
+        for row in Record.read(RESULTS / "late_signals_bench", samples=False).aggregates["rows"]
+        if row["concurrency"] == 32
+    }
+    modes = {
+        "B1": ("sync", "sync"),
+        "B2": ("delayed, not late", None),
+        "B3": ("delayed, a turn late", "delayed"),
+        "B4e": ("exact, a turn late", "exact"),
+        "B4r": ("resident, a turn late", "resident"),
+    }
+    lines = [
+        "Late signals at 0.5: the host learns of an exit after the next turn was submitted. Timed apart, on matched "
+        "work, 32 at a time ([report](results/late_signals_bench/report/report.md)):",
+        "",
+        "| arm | signals | right | segments | answers unlike sync's | extra segments a token | tokens/s "
+        "| speed-up over full depth | its bound |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    sync = Record.read(RESULTS / "nano_study" / "B1-0.5")
+    for name, (words, cell) in modes.items():
+        record = Record.read(RESULTS / "nano_study" / f"{name}-0.5")
+        found, pair = record.aggregates, compare(record, sync).sequences
+        assert pair is not None and pair.executed_difference is not None
+        right = f"{percent(found['accuracy'])} ({percent(found['low'])}-{percent(found['high'])})"
+        cells = [f"{name}-0.5", words, right, digits(found["segments_executed_per_question"], 1)]
+        cells += [f"{pair.tokens_differ:,}", digits(pair.executed_difference)]
+        cells += ["", "", ""] if cell is None else _timed(timed[cell])
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _timed(row: dict[str, Any]) -> list[str]:
+    speed = f"{row['tokens_per_s']:,.0f} ({row['tokens_per_s_low']:,.0f}-{row['tokens_per_s_high']:,.0f})"
+    return [speed, digits(row["s"]), digits(row["s_max"])]
 
 
 def speed_text() -> str:

@@ -185,12 +185,12 @@ def test_late_arms_stand_beside_the_arm_that_they_differ_from_in_signals_alone(l
     rows = [line.split(" | ") for line in block.splitlines() if line.startswith("| B")]
     assert [row[0] for row in rows] == ["| B2 − B1", "| B3 − B2", "| B4e − B1", "| B4r − B1"]
     assert [row[1] for row in rows][:2] == ["delayed − sync", "delayed, 1 turn late − delayed"]
-    assert [row[2] for row in rows] == ["500 of 500", "0 of 500", "0 of 500", "0 of 500"]
-    assert rows[0][3].startswith("+0.40 (") and rows[0][4] == "2 / 0" and rows[0][5] == "0.5"
-    assert [row[6:8] for row in rows] == [["6.0", "3.0"], ["6.0", "6.0"], ["6.0", "3.0"], ["3.0", "3.0"]]
-    assert [row[8].split(" (")[0] for row in rows] == ["+1.00", "0.00", "0.00", "0.00"]
-    assert [row[9].split(" (")[0] for row in rows] == ["+1.00", "0.00", "+1.00", "0.00"]
-    assert "1,500 tokens" in rows[0][8] and "delayed, 1 turn late" in text.partition("## Arms")[2]
+    assert [row[2:4] for row in rows] == [["0 of 500", "500 of 500"], *[["0 of 500"] * 2] * 3]
+    assert rows[0][4].startswith("+0.40 (") and rows[0][5] == "2 / 0" and rows[0][6] == "0.5"
+    assert [row[7:9] for row in rows] == [["6.0", "3.0"], ["6.0", "6.0"], ["6.0", "3.0"], ["3.0", "3.0"]]
+    assert [row[9].split(" (")[0] for row in rows] == ["+1.00", "0.00", "0.00", "0.00"]
+    assert [row[10].split(" (")[0] for row in rows] == ["+1.00", "0.00", "+1.00", "0.00"]
+    assert "1,500 tokens" in rows[0][9] and "delayed, 1 turn late" in text.partition("## Arms")[2]
     met = {rule["rule"]["name"]: rule["met"] for rule in result["sections"][0]["rules"]}
     assert met == {"B2 differs": False, "B2 = B1": False} | {f"{a} = {b}": True for a, b in EQUAL}
 
@@ -213,6 +213,15 @@ def test_a_late_arm_that_is_not_equal_is_marked(late_study, tmp_path):
     rule = next(rule for rule in result["sections"][0]["rules"] if rule["rule"]["name"] == "B4r = B1")
     assert rule["met"] is False
     assert rule["because"] == ["token ids differ in 0 and depths in 500 of 500 answers"]
+
+
+def test_what_would_be_the_same_point_again_is_not_drawn(late_study, tmp_path):
+    _, html, text = made(late_study, tmp_path / "out")
+    drawn = html.partition("<svg")[2].partition("</svg>")[0]
+    assert ">B1<" in drawn and ">B2<" in drawn and not any(f">{name}<" in drawn for name in ("B3", "B4e", "B4r"))
+    assert "not drawn again" in text
+    arm(tmp_path / "plain", "B0")
+    assert "not drawn again" not in made(tmp_path / "plain", tmp_path / "out")[2]
 
 
 def test_delayed_is_never_proposed(late_study, tmp_path):
@@ -581,6 +590,25 @@ def test_the_picture_is_the_same_every_time_and_takes_the_pages_colours():
         assert f">{point.label}</text>" in drawn.replace("\n", "")
     with pytest.raises(ValueError, match="no point"):
         plot.pareto([], x_label="segments")
+
+
+LONG = ("gate_cdf, min_depth 2 · engine · last_exited", "gate_cdf · engine · last_exited · delayed, 1 turn late")
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [(("full depth", "gate_cdf", "fixed"), 3), (("full depth", "gate_cdf", *LONG), 2), ((*LONG, 2 * LONG[0]), 1)],
+)
+def test_the_legend_stays_inside(names, columns):
+    points = [
+        Point(label=str(i), x=10.0 * i, accuracy=0.9, low=0.8, high=0.95, series=name, hollow=False)
+        for i, name in enumerate(names)
+    ]
+    assert plot.legend_columns(names) == columns
+    figure = plot.pareto(points, x_label="work")
+    plot.png(figure)
+    box = figure.legends[0].get_window_extent()
+    assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
 
 
 def test_labels_stay_inside_and_cover_nothing():

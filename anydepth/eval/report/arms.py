@@ -10,7 +10,7 @@ from anydepth.eval.compare.factors import effective_policy, factors, policy_word
 from anydepth.eval.numbers import digits, percent, points
 from anydepth.eval.report.files import Entry, Section, not_run
 from anydepth.eval.report.page import BAD, WORDS, Bar, Block, Cell, Row, Table, tint
-from anydepth.eval.report.pairs import Pairs
+from anydepth.eval.report.pairs import Pairs, doubles
 from anydepth.eval.report.plot import Point
 
 MANY_GROUPS = 12
@@ -42,17 +42,18 @@ def _values(entry: Entry, names: Sequence[str]) -> list[str]:
         if name in ("backend", "fill")
         else f"{name} {value_words(entry.settings[name])}"
         for name in names
-        if entry.settings.get(name) is not None or name == "signals"
+        if entry.settings.get(name) is not None and (name != "signals" or signals_words(entry.settings) != "sync")
     ]
 
 
-def pareto_points(section: Section) -> list[Point]:
-    """The arms with an accuracy; those that differ in threshold or depth alone are one series."""
+def pareto_points(section: Section, pairs: Pairs) -> list[Point]:
+    """The arms with an accuracy; those that differ in threshold or depth alone are one series. A late arm that answers
+    as its synchronous form does would be the same point again."""
     words = setting_words(section)
     found = []
     for entry in section.complete:
         result, settings = entry.found, entry.settings
-        if result["accuracy"] is None:
+        if result["accuracy"] is None or entry.label in doubles(pairs):
             continue
         read, executed = result["segments_read_per_question"], result["segments_executed_per_question"]
         series = " · ".join([_series(settings), *words[entry.label].split(" · ")[1:]])

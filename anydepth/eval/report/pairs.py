@@ -164,6 +164,12 @@ def same_policy(pair: Pair) -> bool:
     return signals_of(pair.a) == signals_of(pair.b) or not pair.found.factors
 
 
+def doubles(pairs: Pairs) -> frozenset[str]:
+    """Late arms whose answers are, one and all, those of the arm that they are held against."""
+    same = [pair for pair in pairs.late if pair.found.sequences is not None and not pair.found.sequences.differ]
+    return frozenset(pair.a.label for pair in same)
+
+
 def _policy(entry: Entry) -> list[Any]:
     return [entry.settings.get(name) for name in _POLICY]
 

@@ -6,7 +6,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from math import ceil, cos, hypot, pi, sin
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 INK, SOFT, FRAME, FAINT, PAPER = "#1f2430", "#5d6675", "#b6bdc9", "#e4e7ec", "#fefefe"
 # Okabe and Ito's colours, which the colour-blind can tell apart; each series has its own marker too.
 _SERIES = (("#7a8496", "s"), ("#1f83c6", "o"), ("#d55e00", "^"), ("#009e73", "D"), ("#cc79a7", "v"), ("#e69f00", "P"))
-LEGEND_COLUMNS = 3
+LEGEND_COLUMNS, LEGEND_CHARACTERS, LEGEND_GAP = 3, 125, 10  # most columns, what a line holds, what a mark takes of it
 _THEME = {INK: "--ink", SOFT: "--soft", FRAME: "--frame", FAINT: "--rule", PAPER: "--paper"}
 
 
@@ -63,7 +63,7 @@ def pareto(points: Sequence[Point], *, x_label: str) -> Figure:
         raise ValueError("there is no point to draw; give at least one arm with an accuracy")
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "anydepth", "font.family": "DejaVu Sans"}):
         names = list(dict.fromkeys(point.series for point in points))
-        figure, axes = _frame(Figure, legend_lines=ceil(len(names) / LEGEND_COLUMNS) if len(names) > 1 else 0)
+        figure, axes = _frame(Figure, legend_lines=ceil(len(names) / legend_columns(names)) if len(names) > 1 else 0)
         for name, (color, marker) in zip(names, _styles(len(names)), strict=True):
             _series(axes, [point for point in points if point.series == name], name, color, marker)
         _dress(axes, points, x_label=x_label)
@@ -108,6 +108,17 @@ def _frame(make: Any, *, legend_lines: int) -> tuple[Any, Any]:
     return figure, figure.add_axes(place, facecolor=PAPER)
 
 
+def legend_columns(names: Sequence[str]) -> int:
+    """As many columns, filled one after the other, as the picture's width holds."""
+    for columns in range(min(LEGEND_COLUMNS, len(names)), 1, -1):
+        lengths = iter([len(name) for name in names])
+        lines, longer = divmod(len(names), columns)  # the first columns have a line more
+        longest = [max(islice(lengths, lines + (column < longer))) for column in range(columns)]
+        if sum(longest) + LEGEND_GAP * columns <= LEGEND_CHARACTERS:
+            return columns
+    return 1
+
+
 def _styles(count: int) -> list[tuple[str, str]]:
     """Colour and marker of each series; the first is grey."""
     markers = [marker for _, marker in _SERIES]
@@ -148,7 +159,8 @@ def _dress(axes: Any, points: Sequence[Point], *, x_label: str) -> None:
     axes.tick_params(colors=SOFT, color=FRAME, length=3, labelsize=10)
     if len({point.series for point in points}) > 1:
         style = {"frameon": False, "fontsize": 9, "labelcolor": INK, "handlelength": 1.8, "columnspacing": 2}
-        axes.figure.legend(loc="lower left", bbox_to_anchor=(0.06, 0.0), ncols=LEGEND_COLUMNS, borderpad=0.2, **style)
+        columns = legend_columns(list(dict.fromkeys(point.series for point in points)))
+        axes.figure.legend(loc="lower left", bbox_to_anchor=(0.06, 0.0), ncols=columns, borderpad=0.2, **style)
 
 
 def _name(figure: Any, axes: Any, points: Sequence[Point]) -> None:

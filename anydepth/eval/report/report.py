@@ -23,7 +23,7 @@ from anydepth.eval.report.bench import bench_block
 from anydepth.eval.report.deviations import deviations
 from anydepth.eval.report.files import Gathered, Section, gather, not_run
 from anydepth.eval.report.page import Block, facts, markdown, template_environment
-from anydepth.eval.report.pairs import Pair, Pairs, pair_up
+from anydepth.eval.report.pairs import Pair, Pairs, doubles, pair_up
 from anydepth.eval.report.proposal import Proposal, propose, split_of
 from anydepth.eval.report.verdicts import kv_block, late_block, pairs_block, parting_block, rules_block
 from anydepth.record import Record, write_atomically
@@ -65,7 +65,7 @@ def report(
         pairs = pair_up(section, margin_pp=margin_pp, baseline=baseline)
         proposal = propose(section, pairs, gathered.certificates, margin_pp=margin_pp)
         name = "pareto.png" if number == 1 else f"pareto-{number}.png"
-        picture, svg = _picture(section, out / name)
+        picture, svg = _picture(section, pairs, out / name)
         written += [out / name] if picture else []
         chapters.append(_chapter(section, pairs, proposal, picture=picture, svg=svg, margin_pp=margin_pp))
         results.append(_result(section, pairs, proposal))
@@ -81,9 +81,9 @@ def report(
     }
 
 
-def _picture(section: Section, path: Path) -> tuple[str | None, str | None]:
+def _picture(section: Section, pairs: Pairs, path: Path) -> tuple[str | None, str | None]:
     """The Pareto plot: its file's name, for Markdown, and an SVG, for HTML."""
-    found = pareto_points(section)
+    found = pareto_points(section, pairs)
     if not found:
         return None, None
     figure = plot.pareto(found, x_label=WORK)
@@ -95,8 +95,10 @@ def _chapter(
     section: Section, pairs: Pairs, proposal: Proposal, *, picture: str | None, svg: str | None, margin_pp: float
 ) -> Chapter:
     strong = proposal.pair.a.label if proposal.pair else None
-    hollow = any(point.hollow for point in pareto_points(section))
+    hollow = any(point.hollow for point in pareto_points(section, pairs))
     note = "Up and to the left is better; bars are 95 % intervals of each arm alone."
+    if doubles(pairs):
+        note += " Late arms that answer as their synchronous form does are not drawn again."
     blocks = [
         Block(title="Proposal", lines=proposal.lines),
         Block(

@@ -173,7 +173,7 @@ def late_block(pairs: Pairs) -> Block | None:
             (
                 f"{pair.a.label} − {pair.b.label}",
                 f"{signals_words(pair.a.settings)} − {signals_words(pair.b.settings)}",
-                _differing(pair),
+                *_differing(pair),
                 Cell(points(outcome.result.difference), interval(outcome.result.interval)) if outcome else "–",
                 f"{outcome.gains} / {outcome.losses}" if outcome else "–",
                 p_value(outcome.result.p) if outcome else "–",
@@ -196,7 +196,8 @@ def late_block(pairs: Pairs) -> Block | None:
                 head=(
                     "A − B",
                     "signals",
-                    "ids or depths differ",
+                    "ids differ",
+                    "depths differ",
                     "right, pp",
                     "only A / B right",
                     "p",
@@ -211,10 +212,19 @@ def late_block(pairs: Pairs) -> Block | None:
     )
 
 
-def _differing(pair: Pair) -> Cell:
+def _differing(pair: Pair) -> tuple[Cell, Cell]:
+    """Answers with other token ids (of choices: with another one chosen), and with other depths."""
     found, choices = pair.found.sequences, pair.found.choices
-    differ = found.differ if found else choices.depths_differ if choices else 0
-    return Cell(f"{differ} of {pair.found.answers:,}", mark=BAD if differ and same_policy(pair) else "")
+    if found is not None:
+        counts = found.tokens_differ, found.depths_differ
+    else:
+        assert choices is not None, "answers have ids or choices"
+        counts = choices.chosen_differ, choices.depths_differ
+    one, other = (
+        Cell(f"{count:,} of {pair.found.answers:,}", mark=BAD if count and same_policy(pair) else "")
+        for count in counts
+    )
+    return one, other
 
 
 def rules_block(pairs: Pairs) -> Block | None:
