@@ -235,7 +235,7 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
 
         engine.runner._run = counted
     watch = Watch(engine)
-    played = Played(_run(engine, schedule))
+    played = Played(run_schedule(engine, schedule))
     played.preempted, played.shared_tokens = engine.scheduler.preempted, engine.pages.shared_tokens
     for one in played.ran:
         one.shared = watch.shared.get(one.request, 0)  # some never ran
@@ -295,7 +295,7 @@ def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran
     return found
 
 
-def _run(engine: Engine, schedule: Schedule) -> list[Ran]:
+def run_schedule(engine: Engine, schedule: Schedule) -> list[Ran]:
     """Step until all has come and gone."""
     asked = schedule.asked
     ran, waiting, turn = [Ran() for _ in asked], dict(enumerate(asked)), 0
