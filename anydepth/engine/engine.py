@@ -60,20 +60,15 @@ class Engine:
         certificate: Certificate | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        for name, value in (
-            ("max_batch", max_batch),
-            ("page_size", page_size),
-            ("kv_pages", 1 if kv_pages is None else kv_pages),
-            ("max_batched_tokens", max_batched_tokens),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
-        if not isinstance(prefix_sharing, bool):
-            raise ValueError(f"prefix_sharing is {prefix_sharing!r}; allowed: True, False")
+        _check_whole(
+            max_batch=max_batch,
+            page_size=page_size,
+            kv_pages=1 if kv_pages is None else kv_pages,
+            max_batched_tokens=max_batched_tokens,
+        )
+        _check_flags(prefix_sharing=prefix_sharing, batch_invariant=batch_invariant)
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
-        if not isinstance(batch_invariant, bool):
-            raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
         self.model = model
         self.fill = load_fill(fill, model.shape)
         self.gate_dtype = gate_dtype
@@ -302,6 +297,18 @@ class Engine:
                 self._ends[chunk.output.finish_reason] += 1
             if ended := chunk.score or chunk.output:
                 self._usage += ended.usage
+
+
+def _check_whole(**options: Any) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
+
+
+def _check_flags(**options: Any) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; allowed: True, False")
 
 
 def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:
