@@ -170,8 +170,12 @@ def _draw_asked(rng: Random, segments: int, has_gate: bool, longest: int, *, sco
     by_policy = bool(forced) or rng.choice([False, True])
     if by_policy and not forced:
         settings["first_token"] = "policy"
-    policy = rng.choice(["never", "fixed", "trace", *["gate"] * 3 * has_gate])
-    if policy == "fixed":
+    policy = rng.choice(["never", "fixed", "trace", "interval", *["gate"] * 3 * has_gate])
+    if policy == "interval":
+        settings["interval"] = rng.choice([1, 2, 3, 4]) if segments > 1 else 1
+        if settings["interval"] > 1:
+            settings["shallow_depth"] = rng.randint(1, segments - 1)
+    elif policy == "fixed":
         settings["depth"] = rng.randint(1, segments)
     elif policy == "trace":
         depths = [rng.randint(1, segments) for _ in range(10)]
