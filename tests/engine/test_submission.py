@@ -62,6 +62,11 @@ def test_what_cannot_be_is_refused(submission, signals, message):
         Engine(twins()[0], signals=signals, submission=submission)
 
 
+def test_a_submission_is_no_mapping():
+    with pytest.raises(ValueError, match="allowed: a Submission, or None"):
+        Engine(twins()[0], signals="resident", submission={"padding": True})
+
+
 def test_graphs_need_padding():
     with pytest.raises(ValueError, match="graphs need padding=True"):
         Submission(graphs=True).check("resident", CUDA)
