@@ -77,6 +77,10 @@ class Engine:
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
         self.mode, self.lateness = load_mode(signals, lateness, self.fill, shape)
+        if submission is not None and not isinstance(submission, Submission):
+            raise ValueError(
+                f"submission is {submission!r}; allowed: a Submission, or None for all that the device can"
+            )
         self.submission = submission or default_submission(self.mode.name, model.device)
         self.submission.check(self.mode.name, model.device)
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
