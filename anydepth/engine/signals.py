@@ -18,7 +18,7 @@ from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
-from anydepth.types import Shape, unknown
+from anydepth.types import Shape
 
 MOST_LATE = 3  # turns
 
@@ -84,10 +84,16 @@ MODES = {
 
 def load_mode(name: str, lateness: int | None, fill: Fill, shape: Shape) -> tuple[Mode, int]:
     """The mode of that name and the lateness it runs with, checked. `lateness` None: the mode's own."""
-    if not isinstance(name, str) or name not in MODES:
-        raise unknown("signals", str(name), MODES)
-    mode = MODES[name]
+    mode, lateness = named_mode(name, lateness)
     mode.check(fill, shape)
+    return mode, lateness
+
+
+def named_mode(name: str, lateness: int | None) -> tuple[Mode, int]:
+    """As `load_mode`, as far as it can be told without a model."""
+    if not isinstance(name, str) or name not in MODES:
+        raise ValueError(f"signals is {name!r}; allowed: {', '.join(map(repr, MODES))}")
+    mode = MODES[name]
     if lateness is None:
         return mode, mode.lateness
     if isinstance(lateness, bool) or not isinstance(lateness, int) or not 0 <= lateness <= MOST_LATE:

@@ -133,7 +133,7 @@ def test_the_ladder_is_walked_from_the_command_line(capsys):
         (("concurrency=0", "signals=sync"), "concurrency is 0; allowed"),
         (("signals=sync", "signals=sync", "--baseline", 0), "baseline is 0; allowed"),
         (("streams=2", "signals=sync"), "is for late signals; signals 'sync' submits nothing ahead"),
-        (("signals=late", "signals=sync"), "unknown signals 'late'; did you mean 'delayed'"),
+        (("signals=late", "signals=sync"), "signals is 'late'; allowed: 'sync'"),
         (("depth=1", "depth=2", "--limit", 2, "--bisect"), "ask for different work"),
     ],
 )
