@@ -11,7 +11,7 @@ from typing import Any
 
 from anydepth.diagnose.bisect import Bisection, bisect, ladder
 from anydepth.diagnose.divergence import Diagnosis, asks_differ, diagnose
-from anydepth.diagnose.sides import Settings, Side, Workplace, questions_of
+from anydepth.diagnose.sides import Settings, Side, Workplace, parse, questions_of
 from anydepth.eval.arms import Study
 from anydepth.eval.compare.compare import paired
 from anydepth.eval.compare.factors import kv_kind
@@ -76,7 +76,10 @@ def workplace_of(
 
 
 def sides_of(place: Workplace, sources: Sequence[Source]) -> list[Side]:
-    """Records as they stand, settings after they have been run."""
+    """Records as they stand, settings after they have been run. What either of them has wrong is said before that."""
+    for source in sources:
+        if not isinstance(source, Record):
+            parse(source, concurrency=place.concurrency)
     return [
         Side.of(source) if isinstance(source, Record) else place.run(source, folder)
         for source, folder in zip(sources, "AB", strict=True)
