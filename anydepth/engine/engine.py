@@ -184,9 +184,9 @@ class Engine:
         """Run one turn and return the tokens that came out of it; [] when idle. If a turn raises, the requests that
         were running end with `error`, those that wait stay, and the error goes to the caller."""
         aborted, self._aborted = self._aborted, []
-        self._account(None, aborted)
         if self.scheduler.idle:
             self.runner.drain()
+            self._account(None, aborted)
             return aborted
         self._stepping = True
         self.scheduler.said = []
@@ -196,7 +196,7 @@ class Engine:
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
-            self._aborted += [chunk for chunk in self.scheduler.said if chunk.finish_reason]
+            self._aborted += aborted + [chunk for chunk in self.scheduler.said if chunk.finish_reason]
             for request_id in self.scheduler.unfinished():
                 self._drop(request_id, "error")
             raise
@@ -204,7 +204,7 @@ class Engine:
             self._stepping = False
             while self._to_abort:
                 self._drop(self._to_abort.pop(), "abort")
-        self._account(result.work, chunks)
+        self._account(result.work, aborted + chunks)
         if self.scheduler.idle:
             self.runner.drain()
         return aborted + chunks
@@ -243,11 +243,10 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was made, and what is held now."""
         shape = self.model.shape
-        tallies = {
-            name: int(state[:, column].sum())
-            for policy, state in self.slots.states.items()
-            for name, column in policy.tallies.items()
-        }
+        tallies = Counter[str]()
+        for policy, state in self.slots.states.items():
+            for name, column in policy.tallies.items():
+                tallies[name] += int(state[:, column].sum())
         return {
             "turns": self.scheduler.turn,
             "running": len(self.scheduler.running),

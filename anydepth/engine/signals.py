@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anydepth.engine.completions import Completions
 from anydepth.engine.late import LateScheduler
-from anydepth.engine.late_runner import LateRunner
+from anydepth.engine.late_runner import LateRunner, LateSlots
 from anydepth.engine.plan import Plan
 from anydepth.engine.resident import ResidentScheduler
 from anydepth.engine.resident_runner import ResidentRunner, ResidentSlots
@@ -59,7 +59,9 @@ class Mode(NamedTuple):
         return LateScheduler(reads_late=self.name == "delayed", runs_on=fill.runs_on, **options)
 
     def slots(self, model: Model, fill: Fill, **options: int) -> Slots:
-        return (ResidentSlots if self.name == "resident" else Slots)(model, fill, **options)
+        if self.name == "sync":
+            return Slots(model, fill, **options)
+        return (ResidentSlots if self.name == "resident" else LateSlots)(model, fill, **options)
 
     def runner(self, model: Model, fill: Fill, slots: Slots, *, lateness: int, submission: Submission) -> AnyRunner:
         if self.name == "sync":
@@ -67,6 +69,7 @@ class Mode(NamedTuple):
         completions = Completions(lateness)
         if isinstance(slots, ResidentSlots):
             return ResidentRunner(model, fill, slots, completions=completions, submission=submission)
+        assert isinstance(slots, LateSlots)
         delayed = self.name == "delayed"
         return LateRunner(model, fill, slots, completions=completions, submission=submission, reads_late=delayed)
 

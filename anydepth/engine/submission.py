@@ -29,7 +29,10 @@ class Submission:
         """ValueError for what this mode or device cannot do."""
         if signals == "sync" and self != Submission():
             raise ValueError(f"{self} is for late signals; signals 'sync' submits nothing ahead: leave it out")
-        if self.streams not in (1, 2):
+        for name in ("static_buffers", "padding", "graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        if isinstance(self.streams, bool) or self.streams not in (1, 2):
             raise ValueError(f"streams is {self.streams!r}; allowed: 1, 2")
         if device.type != "cuda" and (self.streams > 1 or self.graphs):
             raise ValueError(

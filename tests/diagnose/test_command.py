@@ -142,6 +142,12 @@ def test_what_cannot_be_done_is_refused(capsys, arguments, message):
         diagnose(capsys, *arguments)
 
 
+def test_what_is_wrong_with_b_is_said_before_a_is_run(capsys, tmp_path):
+    with pytest.raises(ValueError, match="unknown setting 'exit_treshold'"):
+        diagnose(capsys, "exit_threshold=0.5", "exit_treshold=0.5", "--limit", 2, "--out", tmp_path)
+    assert not (tmp_path / "A").exists()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

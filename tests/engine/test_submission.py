@@ -51,6 +51,8 @@ def test_padding_rows_change_no_page_and_no_state():
     "submission, signals, message",
     [
         (Submission(streams=3), "exact", "streams is 3; allowed: 1, 2"),
+        (Submission(static_buffers="no"), "exact", "static_buffers is 'no'; allowed: True, False"),
+        (Submission(padding=1), "resident", "padding is 1; allowed: True, False"),
         (Submission(streams=2), "exact", "streams=2, graphs=False need a CUDA device; this model is on 'cpu'"),
         (Submission(graphs=True, padding=True), "resident", "graphs=True need a CUDA device"),
         (Submission(padding=True), "exact", "padding=True, graphs=False go with signals='resident'"),
