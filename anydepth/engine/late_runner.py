@@ -152,11 +152,13 @@ class LateRunner(Runner):
     ) -> list[tuple[list[int], Tensor]]:
         """What is tallied is what the synchronous engine tallies, though late rounds and wasted ones are asked too."""
         pool, tallying = self.slots.tallied_S, self._tallying()
+        if not tallying:
+            return super()._decide(decode, asked, slots_B, depth_B, h_Bd)
         before = [state[:, columns] for state, columns in tallying]
         decided = super()._decide(decode, asked, slots_B, depth_B, h_Bd)
         for (state, columns), tallies in zip(tallying, before, strict=True):
             state[:, columns] = torch.where((pool == COUNTS).unsqueeze(1), state[:, columns], tallies)
-        if tallying and not self.fill.runs_on:
+        if not self.fill.runs_on:
             for rows, leave in decided:
                 slots = slots_B[self._index(rows)]
                 pool[slots] = torch.where(leave, pool[slots].clamp(max=SAID), pool[slots])
