@@ -81,7 +81,7 @@ def main() -> None:
         model = checkpoint.model if name == "nano" else random_ouro(LARGE, seed=0)
         for concurrency in map(int, options.concurrency.split(",")):
             asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
-            rounds = max(1, 48 // concurrency) if name == "nano" else 1
+            rounds = max(1, (48 if name == "nano" else 4) // concurrency)
             rows += compare(name, model, asked, pairs=options.pairs, rounds=rounds)
             for row in rows:
                 if row["model"] == name and row["concurrency"] == concurrency:
