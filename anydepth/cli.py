@@ -91,6 +91,12 @@ def generate(
     gate_dtype: Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")] = "float32",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     certificate: Annotated[Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant", help="The same bits whatever else is in the batch (docs/batch-invariance.md)."
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, streaming the text."""
@@ -136,6 +142,7 @@ def generate(
         "gate_dtype": gate_dtype,
         "revision": revision,
         "certificate": certificate,
+        "batch_invariant": batch_invariant,
     }
     result = stream_answers(prompts, sampling, model=model, options=options, chat=chat, show_depth=show_depth)
     finish("generate", {"outputs": result}, as_json)

@@ -187,7 +187,7 @@ def throughput(
     found = matched_work(
         llm.engine.model,
         cells,
-        [llm.engine.prompt_ids(str(question.prompt)) for question in timed],
+        [llm.engine.requests.prompt_ids(str(question.prompt)) for question in timed],
         [lengths[question.id] for question in timed],
         concurrency=CONCURRENCY,
         repetitions=REPETITIONS,

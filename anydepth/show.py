@@ -61,7 +61,7 @@ def _warn_of_unknown(llm: LLM, prompts: Sequence[Any]) -> None:
     """A word-level model answers anything; say so when it has never seen the words."""
     unknown_id = llm.tokenizer.id_of("<unk>") if llm.tokenizer else None
     for prompt in prompts:
-        ids = llm.engine.prompt_ids(prompt)
+        ids = llm.engine.requests.prompt_ids(prompt)
         if count := sum(token == unknown_id for token in ids):
             print(f"anydepth: {count} of {len(ids)} prompt tokens are unknown to this model", file=sys.stderr)
 

@@ -164,7 +164,7 @@ def test_a_request_gets_the_certified_setting(plain, held, given):
     (output,) = held.generate(PROMPT, Sampling(max_tokens=12, **given))
     assert (output.token_ids, output.depths) == (wanted.token_ids, wanted.depths)
     assert set(output.depths[1:]) != {4}
-    assert held.certificate == held.engine.certificate
+    assert held.certificate == held.engine.requests.certificate
 
 
 def test_streams_and_scores_keep_to_it_too(plain, held):

@@ -6,7 +6,6 @@ tie; the first rung with a difference beyond it is named.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,12 +112,15 @@ def ladder(a: Settings, b: Settings, *, concurrency: int) -> tuple[dict[str, Any
     return first, [
         Rung(
             name="late signals, one stream",
-            adds={"signals": "exact" if mode == "sync" else mode, "lateness": b.get("lateness") or 1},
-            missing=_needs_option("lateness"),
+            adds={
+                "signals": "exact" if mode == "sync" else mode,
+                "lateness": b.get("lateness") or 1,
+                "static_buffers": False,
+            },
         ),
         Rung(name="more streams", adds={"streams": 2}, missing=_needs_cuda),
-        Rung(name="static buffers", adds={"static_buffers": True}, missing=_needs_option("submission")),
-        Rung(name="padding", adds={"padding": True}, missing=_needs_option("submission")),
+        Rung(name="static buffers", adds={"static_buffers": True}),
+        Rung(name="padding", adds={"padding": True}),
         Rung(name="graphs", adds={"graphs": True}, missing=_needs_cuda),
         Rung(
             name="batch size",
@@ -133,15 +135,6 @@ def ladder(a: Settings, b: Settings, *, concurrency: int) -> tuple[dict[str, Any
     ]
 
 
-def _needs_option(name: str) -> Callable[[Settings], str | None]:
-    def missing(settings: Settings) -> str | None:
-        from anydepth.engine.llm import LLM
-
-        return None if name in inspect.signature(LLM).parameters else f"this version's LLM has no option {name!r}"
-
-    return missing
-
-
 def _needs_cuda(settings: Settings) -> str | None:
     import torch
 
@@ -149,4 +142,4 @@ def _needs_cuda(settings: Settings) -> str | None:
         return "there is no CUDA device"
     if not str(settings.get("device", "cpu")).startswith("cuda"):
         return "the settings say no device=cuda"
-    return _needs_option("submission")(settings)
+    return None

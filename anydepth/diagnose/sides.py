@@ -168,6 +168,7 @@ def parse(given: Settings, *, concurrency: int) -> tuple[Arm, dict[str, Any], in
     """(arm, options of LLM, answers at a time) of flat settings. The arm's name says them all, so that
     a folder keeps to one of them. ValueError for a setting nobody knows, naming the nearest."""
     from anydepth.engine.llm import LLM
+    from anydepth.engine.submission import Submission
 
     options = set(inspect.signature(LLM).parameters) - {"model"}
     known = {*FIELDS, *options, *SUBMISSION, "concurrency"} - {"name"}
@@ -179,7 +180,7 @@ def parse(given: Settings, *, concurrency: int) -> tuple[Arm, dict[str, Any], in
     arm = Arm.parse({"name": slug, **{key: given[key] for key in given if key in FIELDS}})
     engine = {key: value for key, value in given.items() if key in {*options, *ENGINE_FIELDS}}
     if submission := {key: given[key] for key in SUBMISSION if key in given}:
-        engine["submission"] = _submission(submission, options)
+        engine["submission"] = Submission(**submission)
     at_a_time = given.get("concurrency", concurrency)
     if isinstance(at_a_time, bool) or not isinstance(at_a_time, int) or at_a_time < 1:
         raise ValueError(f"concurrency is {at_a_time!r}; allowed: whole numbers from 1")
@@ -206,14 +207,6 @@ def _backend(arm: Arm, model: str, options: Mapping[str, Any]) -> Backend:
     if beyond := options.keys() - {*ENGINE_FIELDS, "max_batch"}:
         raise ValueError(f"{', '.join(sorted(beyond))}: options of the engine; leave them out for {arm.backend}")
     return load_backend(arm, model)
-
-
-def _submission(fields: Mapping[str, Any], options: Iterable[str]) -> Any:
-    if "submission" not in options:
-        raise ValueError(f"{', '.join(fields)}: this version's LLM has no option 'submission'; leave it out")
-    from anydepth.engine import llm
-
-    return llm.Submission(**fields)  # type: ignore[attr-defined]
 
 
 def _of_other_dtypes(a: Side, b: Side) -> list[Side]:

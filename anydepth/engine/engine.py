@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from anydepth.certificate import Certificate
+from anydepth.engine.invariant import Invariant, in_blocks
 from anydepth.engine.pages import Pages
-from anydepth.engine.philox import fresh_seed
 from anydepth.engine.plan import TurnWork
+from anydepth.engine.requests import Requests
 from anydepth.engine.signals import load_mode
-from anydepth.engine.text import TextStream
-from anydepth.exits.base import bounds_of
-from anydepth.exits.load import load_policy, policy_name
+from anydepth.engine.submission import Submission, default_submission
+from anydepth.exits.base import Policy
+from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import load_fill
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
@@ -36,7 +36,8 @@ class Engine:
 
     `submit` a prompt, call `step` until `idle`; each step runs one segment for every row and returns the tokens that
     came out. `work`, when set to a list, collects a TurnWork a step. Every request keeps to the `certificate`, if there
-    is one; whether that is for this model is the caller's to check (`LLM` does).
+    is one; whether that is for this model is the caller's to check (`LLM` does). `batch_invariant`: a request's logits
+    have the same bits whatever else is in the batch (`engine.invariant`).
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Engine:
         fill: str | None = None,
         signals: str = "sync",
         lateness: int | None = None,
+        submission: Submission | None = None,
         max_batch: int = 32,
         page_size: int = 16,
         kv_pages: int | None = None,
@@ -56,6 +58,7 @@ class Engine:
         host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         for name, value in (
             ("max_batch", max_batch),
@@ -65,15 +68,22 @@ class Engine:
         ):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
+        if not isinstance(prefix_sharing, bool):
+            raise ValueError(f"prefix_sharing is {prefix_sharing!r}; allowed: True, False")
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
-        self.model, self.tokenizer, self.eos_ids = model, tokenizer, eos_ids
+        if not isinstance(batch_invariant, bool):
+            raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
+        self.model = model
         self.fill = load_fill(fill, model.shape)
-        self.gate_dtype, self.certificate = gate_dtype, certificate
+        self.gate_dtype = gate_dtype
+        self._invariant = Invariant(model) if batch_invariant else None
         shape = model.shape
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
         self.mode, self.lateness = load_mode(signals, lateness, self.fill, shape)
+        self.submission = submission or default_submission(self.mode.name, model.device)
+        self.submission.check(self.mode.name, model.device)
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
         self.context = min(shape.max_positions, kv_pages * page_size)
         self.slots = self.mode.slots(
@@ -89,12 +99,19 @@ class Engine:
             prefill_rows=self.fill.prefill_rows,
             host_pages=self._host_pages(host_kv_bytes),
         )
-        self.runner = self.mode.runner(model, self.fill, self.slots, self.lateness)
+        self.runner = self.mode.runner(
+            self._invariant or model, self.fill, self.slots, lateness=self.lateness, submission=self.submission
+        )
+        self.requests = Requests(
+            shape,
+            load=_policies(gate_dtype, batch_invariant=batch_invariant),
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            certificate=certificate,
+        )
         self.work: list[TurnWork] | None = None
         self._aborted: list[Chunk] = []
         self._stepping, self._to_abort = False, list[str]()
-        self._policies: dict[str, Any] = {}
-        self._ids = itertools.count()
         self._usage, self._ends, self._peak_pages = Usage(), Counter[str](), 0
 
     @property
@@ -116,55 +133,26 @@ class Engine:
     ) -> Request:
         """A checked Request for one answer, without queueing it. ValueError for anything that cannot be honoured.
 
-        `forced` are continuations to score instead of sampling. Without `streaming`, text is made at the end only.
+        `forced` are continuations to score instead of sampling (one a request but with signals="sync"). Without
+        `streaming`, text is made at the end only.
         """
-        sampling = Sampling() if sampling is None else sampling
-        if not isinstance(sampling, Sampling):
-            raise ValueError(f"sampling is {sampling!r}; allowed: a Sampling, or None for the defaults")
-        if self.certificate is not None:
-            sampling = self.certificate.hold(sampling, policy=policy_name(sampling))
-        if forced:  # scored from the context's last token on, which is a decode row
-            sampling = replace(sampling, first_token="policy")
-        prompt_ids = self.prompt_ids(prompt)
-        name = policy_name(sampling)
-        if name not in self._policies:
-            self._policies[name] = load_policy(name, gate_dtype=self.gate_dtype)
-        policy = self._policies[name]
-        policy.check(sampling, self.model.shape)
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, which this checkpoint has not; use stop_token_ids")
-        room = self.model.shape.max_positions - len(prompt_ids) + 1
-        for ids in forced:
-            self._check_ids("continuation", ids)
-            if len(ids) > room:
-                raise ValueError(
-                    f"the continuation has {len(ids)} tokens after a context of {len(prompt_ids)}; the "
-                    f"model's length of {self.model.shape.max_positions} leaves room for {room}"
-                )
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"priority is {priority!r}; allowed: whole numbers, higher ones go first")
-        if seed is None:
-            seed = fresh_seed() if sampling.seed is None else sampling.seed
-        stop = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self.eos_ids)
-        request = Request(
-            id=id if id is not None else f"request-{next(self._ids)}",
-            prompt_ids=prompt_ids,
-            sampling=sampling,
-            policy=policy,
-            bounds=bounds_of(sampling, self.model.shape),
-            stop_ids=stop,
+        if forced and (self.lateness or self.mode.name == "resident"):
+            raise ValueError(
+                f"continuations are scored without lateness; this engine has signals={self.mode.name!r}, "
+                f"lateness={self.lateness}: use LLM.score, or an engine with signals='sync'"
+            )
+        request = self.requests.make(
+            prompt,
+            sampling,
+            id=id,
+            forced=forced,
+            streaming=streaming,
             seed=seed,
-            max_tokens=min(sampling.max_tokens, room),
-            forced=tuple(tuple(ids) for ids in forced),
-            text=TextStream(self.tokenizer.decode, sampling.stop, eager=streaming) if self.tokenizer else None,
             priority=priority,
             prompt_index=prompt_index,
             answer_index=answer_index,
         )
-        self._check_trace(request)
         self._check_pool(request)
-        if ":" in name:
-            self._check_planned(request)
         return request
 
     def submit(
@@ -177,7 +165,12 @@ class Engine:
     ) -> Request:
         """Queue one answer; those of higher `priority` go first. ValueError for bad input or an id in use; what is
         under way is not touched."""
-        request = prompt if isinstance(prompt, Request) else self.prepare(prompt, sampling, id=id, priority=priority)
+        if not isinstance(prompt, Request):
+            request = self.prepare(prompt, sampling, id=id, priority=priority)
+        elif sampling is not None or id is not None or priority:
+            raise ValueError(f"request {prompt.id!r} has its sampling, id and priority; give them to prepare")
+        else:
+            request = prompt
         if request.sampling.n != 1:
             raise ValueError(f"n is {request.sampling.n}; submit makes one answer, LLM.generate makes n")
         if request.id in self.scheduler.sequences:
@@ -197,12 +190,14 @@ class Engine:
             self.runner.drain()
             return aborted
         self._stepping = True
+        self.scheduler.said = []
         try:
             plan = self.scheduler.next()
             self._peak_pages = max(self._peak_pages, self.pages.in_use)
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
+            self._aborted += [chunk for chunk in self.scheduler.said if chunk.finish_reason]
             for request_id in self.scheduler.unfinished():
                 self._drop(request_id, "error")
             raise
@@ -214,6 +209,19 @@ class Engine:
         if self.scheduler.idle:
             self.runner.drain()
         return aborted + chunks
+
+    def run(self, requests: Iterable[Request]) -> Iterator[Chunk]:
+        """Queue the requests and step until all has ended; every token as it comes. For callers who have the engine to
+        themselves; an iterator that is closed early aborts what is left."""
+        left: list[str] = []
+        try:
+            for request in requests:
+                left.append(self.submit(request).id)
+            while not self.idle:
+                yield from self.step()
+        finally:
+            for request_id in left:
+                self.abort(request_id)
 
     def abort(self, request_id: str) -> bool:
         """Stop a request wherever it stands and free what it holds; whether it was here. The next step returns its
@@ -260,6 +268,7 @@ class Engine:
             "prefix_pages_copied": self.pages.copied,
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
+            "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }
 
@@ -275,60 +284,6 @@ class Engine:
                 f"{longest * page_bytes} bytes when it is preempted: give at least that, or a smaller kv_pages"
             )
         return budget_bytes // page_bytes
-
-    def prompt_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Token ids of a prompt, checked. A string is encoded with the checkpoint's tokenizer."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    "the prompt is a string, but this checkpoint has no tokenizer; give token ids, or a "
-                    "tokenizer= to LLM"
-                )
-            prompt = self.tokenizer.encode(prompt)
-        self._check_ids("prompt", prompt)
-        if len(prompt) > self.model.shape.max_positions:
-            raise ValueError(
-                f"the prompt has {len(prompt)} tokens; this model's length is "
-                f"{self.model.shape.max_positions}: shorten the prompt"
-            )
-        return tuple(prompt)
-
-    def _check_ids(self, what: str, ids: Sequence[int]) -> None:
-        vocab = self.model.shape.vocab
-        if isinstance(ids, str | bytes) or not isinstance(ids, Sequence):
-            raise ValueError(
-                f"the {what} is {ids!r}; allowed: a string or a list of token ids (of an array, .tolist())"
-            )
-        if len(ids) == 0:
-            raise ValueError(f"the {what} is empty; give at least one token")
-        for at, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab:
-                raise ValueError(f"the {what} has {token!r} at index {at}; allowed: token ids 0 .. {vocab - 1}")
-
-    def _check_trace(self, request: Request) -> None:
-        trace, forced = request.sampling.trace, request.forced
-        outputs = max(map(len, forced)) if forced else request.max_tokens
-        if trace is not None and len(trace) < outputs:
-            raise ValueError(
-                f"trace has {len(trace)} depths, but the request may produce {outputs} tokens; give one "
-                f"depth for each, or lower max_tokens"
-            )
-
-    def _check_planned(self, request: Request) -> None:
-        """An own policy's planned depths: a wrong one would read a state that is not there."""
-        low, high = request.bounds
-        for index in range(max(map(len, request.forced)) if request.forced else request.max_tokens):
-            depth = request.policy.planned(request.sampling, index, self.model.shape.segments)
-            if depth is None and getattr(request.policy, "needs", None) == "nothing":
-                raise ValueError(
-                    f"exit_policy {request.policy.name!r} plans no depth for output {index} and needs "
-                    f"nothing to decide by; give it one of them"
-                )
-            if depth is not None and not low <= depth <= high:
-                raise ValueError(
-                    f"exit_policy {request.policy.name!r} plans depth {depth} for output {index}; "
-                    f"allowed: {low} .. {high}"
-                )
 
     def _check_pool(self, request: Request) -> None:
         positions = self.scheduler.positions_of(request)
@@ -347,6 +302,16 @@ class Engine:
                 self._ends[chunk.output.finish_reason] += 1
             if ended := chunk.score or chunk.output:
                 self._usage += ended.usage
+
+
+def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:
+    """What loads a policy by its name."""
+
+    def load(name: str) -> Policy:
+        policy = load_policy(name, gate_dtype=gate_dtype)
+        return in_blocks(policy) if batch_invariant else policy
+
+    return load
 
 
 def default_pages(model: Model, planes: int, slots: int, page_size: int) -> int:

@@ -31,40 +31,46 @@ class LateScheduler(Scheduler):
     def __init__(self, *, reads_late: bool, runs_on: bool, **options: Any) -> None:
         super().__init__(**options)
         self.reads_late, self.runs_on = reads_late, runs_on
+        self._complete: set[Sequence] = set()  # whose token leaves in the turn being planned
 
     def next(self) -> Plan:
         """The next turn's plan. Rows whose token is complete leave first, and start their next token in the same turn;
         rows that wait for an answer sit it out."""
-        if self.waiting:
-            self.waiting.take(self._admit)
+        self._take_in()
         self._cut_chunks()
-        going = [s for s in self.running.values() if s.chunk or self._leaves(s) or self._runs(s)]
+        self._complete.clear()
+        going = [s for s in self.running.values() if (s.chunk if s.prefilling else self._goes(s))]
         leaving, ready = [], []
         for sequence in self._with_pages(going):
-            if self._leaves(sequence):
+            if sequence in self._complete:
                 leaving.append(self._leave(sequence))
-            if sequence.chunk or self._runs(sequence):
-                ready.append(sequence)
+                if sequence.issued == sequence.request.max_tokens:
+                    continue
+            ready.append(sequence)
         plan = self._plan(ready, tuple(leaving))
         self.turn += 1
-        for row in plan.rows:
-            self._submitted(row)
+        for row in plan.rows[: plan.decode_rows]:
+            sequence = row.sequence
+            sequence.in_flight += 1
+            sequence.depth += 1
+            sequence.ready_since = self.turn
+        for row in plan.rows[plan.decode_rows :]:
+            self._prompt_submitted(row)
         return plan
 
     def update(self, plan: Plan, result: LateResult) -> list[Chunk]:  # type: ignore[override]
         """Take in what has arrived, of whatever turn; returns the tokens that came out. What belongs to a sequence that
         has ended is passed over: a new request of the same id is another sequence."""
-        chunks = []
-        for outcome in result.outcomes:
-            sequence = outcome.sequence
+        chunks = self.said = list[Chunk]()
+        for sequence, read, row, leaves in result.outcomes:
             if self.sequences.get(sequence.request.id) is not sequence:
                 continue
-            if outcome.read is not None:
-                chunks.append(self._ended(sequence, add_token(sequence, outcome.read)))
+            if read is not None:
+                chunks.append(self._ended(sequence, add_token(sequence, read)))
                 if chunks[-1].finish_reason:
                     continue  # the row that began the next token ran for nothing
-            if outcome.row is not None:
-                self._ran(sequence, outcome.row, outcome.leaves)
+            if row is not None:
+                self._ran(sequence, row, leaves)
         return chunks
 
     def _target(self, s: Sequence) -> int | None:
@@ -78,25 +84,27 @@ class LateScheduler(Scheduler):
             return min(s.leaves_at + 1, high)
         return high if s.answered >= high - 1 else None
 
-    def _leaves(self, s: Sequence) -> bool:
-        """Whether its token has run all it has to."""
-        return not s.prefilling and s.issued < s.request.max_tokens and s.depth - 1 == self._target(s)
-
-    def _runs(self, s: Sequence) -> bool:
-        """Whether its token may run another segment: round k + 2 needs the answer of round k."""
-        if s.prefilling or s.issued == s.request.max_tokens:
+    def _goes(self, s: Sequence) -> bool:
+        """Whether its token leaves now, having run all it has to, or may run another segment: round k + 2 needs the
+        answer of round k."""
+        if s.issued == s.request.max_tokens:
             return False
         ran, target = s.depth - 1, self._target(s)
-        return ran <= s.answered + 1 if target is None else ran < target
+        if ran == target:
+            self._complete.add(s)
+        return ran <= s.answered + 1 if target is None else True
 
-    def _next_position(self, sequence: Sequence) -> int | None:
-        if self._leaves(sequence):
-            return None if sequence.issued + 1 == sequence.request.max_tokens else sequence.position + 1
-        return super()._next_position(sequence)
+    def _reaches(self, sequence: Sequence) -> int:
+        if sequence.prefilling:
+            return 0
+        if sequence not in self._complete:
+            return sequence.position + 1
+        return 0 if sequence.issued + 1 == sequence.request.max_tokens else sequence.position + 2
 
     def _leave(self, s: Sequence) -> Leave:
         """Its token leaves and the next one begins, before the host knows which token that is."""
-        depth, kept = s.planned or self._target(s), False
+        depth: int | None = s.depth - 1
+        kept = False
         if self.runs_on:
             depth, kept = s.planned, s.planned != self.segments
         elif s.leaves_at is not None and not self.reads_late:
@@ -112,11 +120,11 @@ class LateScheduler(Scheduler):
         read = s.planned if s.leaves_at is None else self._target(s)
         return Row(s, s.slot, s.depth, s.position, 1, read, False, False)
 
-    def _submitted(self, row: Row) -> None:
+    def _prompt_submitted(self, row: Row) -> None:
         s = row.sequence
         s.in_flight += row.length
         s.ready_since = self.turn
-        if not row.prefill or row.depth < self.segments:
+        if row.depth < self.segments:
             s.depth += 1
             return
         self._chunk_done(s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from anydepth.certificate import Certificate
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
+from anydepth.engine.submission import Submission
 from anydepth.models.load import load_checkpoint
 from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
 
@@ -27,7 +29,8 @@ class LLM:
     tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
     certificate: a certificate.json, or what was read from it. The model and these options must be those that were
     certified (its weights are read once more for their hash); a request without an exit setting gets the certified
-    one, another exit setting, temperature, top_k or top_p is refused.
+    one, another exit setting, temperature, top_k or top_p is refused. batch_invariant: a request's logits have the same
+    bits whatever else is in the batch, on a CPU, at some cost (docs/batch-invariance.md).
 
     One thread at a time: several streams may be open and interleaved, but not stepped from several threads.
 
@@ -41,6 +44,7 @@ class LLM:
         fill: str | None = None,
         signals: str = "sync",
         lateness: int | None = None,
+        submission: Submission | None = None,
         segments: int | Sequence[int] | None = None,
         dtype: str | None = None,
         device: str = "cpu",
@@ -54,6 +58,7 @@ class LLM:
         tokenizer: str | Path | None = None,
         gate_dtype: str = "float32",
         certificate: str | Path | Certificate | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         if certificate is not None and not isinstance(certificate, Certificate):
             certificate = Certificate.read(certificate)
@@ -62,13 +67,12 @@ class LLM:
             model, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
         )
         self.tokenizer = self.checkpoint.tokenizer
-        self.engine = Engine(
+        make_engine = functools.partial(
+            Engine,
             self.checkpoint.model,
             tokenizer=self.tokenizer,
             eos_ids=self.checkpoint.eos_ids,
             fill=fill,
-            signals=signals,
-            lateness=lateness,
             max_batch=max_batch,
             page_size=page_size,
             kv_pages=kv_pages,
@@ -77,7 +81,14 @@ class LLM:
             host_kv_bytes=host_kv_bytes,
             gate_dtype=gate_dtype,
             certificate=certificate,
+            batch_invariant=batch_invariant,
         )
+        self.engine = make_engine(signals=signals, lateness=lateness, submission=submission)
+        # Scores are made without lateness: where the engine's signals come late, by one of its own, once it is needed.
+        self._make_scorer = functools.partial(
+            make_engine, signals="delayed" if signals == "delayed" else "sync", lateness=0
+        )
+        self._scorer = self.engine if self.engine.lateness == 0 and signals != "resident" else None
         if certificate is not None:
             certificate.match(
                 model_hash=self.checkpoint.model_hash,
@@ -96,11 +107,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
+        priority: int = 0,
         progress: bool = False,
     ) -> list[Output]:
         """Answers to all prompts, n each, prompt-major. One Sampling for all or one a prompt. Every prompt is checked
-        before any work begins; ValueError names the one that is wrong. `progress` draws a bar on stderr."""
-        requests = self._requests(prompts, sampling, streaming=False)
+        before any work begins; ValueError names the one that is wrong. Requests of a higher `priority` that are under
+        way at the same time go first. `progress` draws a bar on stderr."""
+        requests = self._requests(prompts, sampling, streaming=False, priority=priority)
         outputs: dict[str, Output] = {}
         for chunk in _with_progress(self._run(requests), len(requests)) if progress else self._run(requests):
             if chunk.output is not None:
@@ -119,11 +132,15 @@ class LLM:
         return [self.tokenizer.chat(chat) for chat in chats]  # type: ignore[arg-type]
 
     def stream(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        priority: int = 0,
     ) -> Iterator[Chunk]:
         """Tokens of one or several answers as they come (`Chunk.request_id` tells answers apart). Closing the
         iterator early aborts what is left. Checks are made before the first token is asked for."""
-        return self._run(self._requests(prompts, sampling, streaming=True))
+        return self._run(self._requests(prompts, sampling, streaming=True, priority=priority))
 
     def score(
         self,
@@ -138,16 +155,20 @@ class LLM:
         encode(context + continuation) adds to encode(context). Raw logprobs, one a continuation token.
         """
         pairs = self._pairs(_listed(contexts), _listed(continuations))
-        groups: dict[tuple[int, ...], list[int]] = {}
+        if self._scorer is None:
+            self._scorer = self._make_scorer()
+        engine = self._scorer
+        groups: dict[Any, list[int]] = {}
         for index, (context, _) in enumerate(pairs):
-            groups.setdefault(context, []).append(index)
+            groups.setdefault(context if engine.mode.name == "sync" else index, []).append(index)
         requests, owners = [], {}
-        for context, members in groups.items():
-            request = self.engine.prepare(context, sampling, forced=[pairs[i][1] for i in members], streaming=False)
+        for members in groups.values():
+            forced = [pairs[i][1] for i in members]
+            request = engine.prepare(pairs[members[0]][0], sampling, forced=forced, streaming=False)
             requests.append(request)
             owners[request.id] = iter(members)
         scores: dict[int, Score] = {}
-        for chunk in self._run(requests):
+        for chunk in self._run(requests) if engine is self.engine else engine.run(requests):
             if chunk.score is not None:
                 scores[next(owners[chunk.request_id])] = chunk.score
         return [scores[i] for i in range(len(pairs))]
@@ -157,7 +178,12 @@ class LLM:
         return self.engine.stats()
 
     def _requests(
-        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None, *, streaming: bool
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        *,
+        streaming: bool,
+        priority: int,
     ) -> list[Request]:
         prompts = _listed(prompts)
         each = (
@@ -182,6 +208,7 @@ class LLM:
                             replace(ask, n=1),
                             seed=derive(seed, own, j),
                             streaming=streaming,
+                            priority=priority,
                             prompt_index=i,
                             answer_index=j,
                         )
@@ -197,7 +224,7 @@ class LLM:
             raise ValueError(f"{len(contexts)} contexts for {len(continuations)} continuations; give as many of each")
         pairs = []
         for context, continuation in zip(contexts, continuations, strict=True):
-            ids = self.engine.prompt_ids(context)
+            ids = self.engine.requests.prompt_ids(context)
             if isinstance(context, str) and isinstance(continuation, str):
                 assert self.tokenizer is not None
                 continuation = self.tokenizer.encode(context + continuation)[len(ids) :]

@@ -17,7 +17,7 @@ class Pages:
     """
 
     def __init__(self, count: int, size: int, *, sharing: bool = False) -> None:
-        self.count, self.size = count, size
+        self.count, self.size, self.sharing = count, size, sharing
         self.holders = [0] * (count + 1)
         self.evicted = self.shared_tokens = self.copied = 0
         self._free = list(range(count, 0, -1))
@@ -85,6 +85,13 @@ class Pages:
         """The K/V of prompt beginning `ids` stands in `pages` from now on, at full depth."""
         if self._prefixes is not None:
             self._prefixes.add(ids, pages)
+
+    def forget(self) -> None:
+        """Nothing is known any more of what stands in which page."""
+        self._free += self._unheld
+        self._unheld.clear()
+        if self._prefixes is not None:
+            self._prefixes = PrefixTree(self.size)
 
     def _evict(self) -> None:
         """Forget the longest unused beginning, with what can only be reached through it."""

@@ -16,7 +16,7 @@ class Sequence:
 
     Without a slot (-1) it waits: `stored` pages of its K/V are then in host memory, with everything else the runner
     knew of it (`saved`; None for one that never ran). `pages` are in the order of positions, and of their positions the
-    first `shared` were prefilled by another request.
+    first `shared` were prefilled by another request. `first_position` is that of the row that gives the first output.
 
     `depth` is the segment it runs next; `chunk` the prompt positions in flight (0: none). `prefill_end` is where
     prefill stops: the whole prompt, or all but its last token when that one is a decode row. `issued` counts outputs
@@ -26,6 +26,7 @@ class Sequence:
 
     request: Request
     prefill_end: int
+    first_position: int = 0
     order: int = 0  # of arrival
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -62,7 +63,12 @@ class Sequence:
     @property
     def position(self) -> int:
         """Position of the token a decode row carries: the prompt's last one at first, then each output's."""
-        return self.prefill_end + self.issued - (self.prefill_end == len(self.request.prompt_ids))
+        return self.first_position + self.issued
+
+    @property
+    def awaited(self) -> bool:
+        """Whether an outcome of it is on its way to the host."""
+        return self.in_flight > 0 or self.issued > len(self.token_ids)
 
     @property
     def logprobs_mode(self) -> Literal["raw", "processed"] | None:
@@ -191,14 +197,10 @@ class Result:
     work: TurnWork
 
 
-class Outcome(NamedTuple):
-    """What the host learns late of one sequence's part of a turn: the token with which it left as the turn began, the
-    row of the plan, and whether its policy says that it leaves at that row's depth (None: nobody asked)."""
-
-    sequence: Sequence
-    read: Read | None
-    row: Row | None
-    leaves: bool | None
+# What the host learns late of one sequence's part of a turn: (sequence, the token with which it left as the turn began,
+# its row of the plan, whether its policy says that it leaves at that row's depth); None for what there is not. A plain
+# tuple: there is one a row a turn, and making a NamedTuple takes five times as long.
+Outcome = tuple[Sequence, Read | None, Row | None, bool | None]
 
 
 @dataclass(frozen=True, slots=True)

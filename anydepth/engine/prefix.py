@@ -8,7 +8,9 @@ it depends on the depths before it.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from operator import attrgetter
 
 
 class _Node:
@@ -16,7 +18,23 @@ class _Node:
 
     def __init__(self, tokens: tuple[int, ...], page: int, parent: _Node | None) -> None:
         self.tokens, self.page, self.parent = tokens, page, parent
-        self.children: dict[int, list[_Node]] = {}  # by their first token
+        self.children: list[_Node] = []  # in the order of their tokens
+
+    def at(self, tokens: tuple[int, ...]) -> int:
+        """Where a child of these tokens stands, or would stand."""
+        return bisect_left(self.children, tokens, key=_TOKENS)
+
+    def nearest(self, wanted: tuple[int, ...]) -> tuple[_Node | None, int]:
+        """The child that has the longest beginning in common with `wanted`, and its length: a neighbour in order."""
+        at, best, longest = self.at(wanted), None, 0
+        for child in self.children[max(0, at - 1) : at + 1]:
+            length = common_beginning(child.tokens, wanted)
+            if length > longest:
+                best, longest = child, length
+        return best, longest
+
+
+_TOKENS = attrgetter("tokens")
 
 
 class PrefixTree:
@@ -38,12 +56,7 @@ class PrefixTree:
         known, or of use, in part only: 20 positions are two pages of 16, of the second the first 4."""
         node, pages, at = self._root, list[int](), 0
         while at < limit:
-            wanted = ids[at : min(at + self.size, limit)]
-            child, common = None, 0
-            for other in node.children.get(wanted[0], ()):
-                length = _common(other.tokens, wanted)
-                if length > common:
-                    child, common = other, length
+            child, common = node.nearest(tuple(ids[at : min(at + self.size, limit)]))
             if child is None:
                 break
             pages.append(child.page)
@@ -61,34 +74,29 @@ class PrefixTree:
             tokens = tuple(ids[n * self.size : (n + 1) * self.size])
             if not tokens:
                 return
-            siblings = node.children.setdefault(tokens[0], [])
-            known = next((other for other in siblings if other.tokens == tokens), None)
-            if known is None:
+            at = node.at(tokens)
+            if at == len(node.children) or node.children[at].tokens != tokens:
                 if page in self._of_page:
                     return  # it stands for another beginning: the prompt of whoever wrote it first
-                known = _Node(tokens, page, node)
-                siblings.append(known)
-                self._of_page[page] = known
-            node = known
+                self._of_page[page] = _Node(tokens, page, node)
+                node.children.insert(at, self._of_page[page])
+            node = node.children[at]
 
     def forget(self, page: int) -> list[int]:
         """Drop a page and all that follows it, which can no longer be reached; the pages dropped."""
         node = self._of_page[page]
         assert node.parent is not None
-        siblings = node.parent.children[node.tokens[0]]
-        siblings.remove(node)
-        if not siblings:
-            del node.parent.children[node.tokens[0]]
+        del node.parent.children[node.parent.at(node.tokens)]
         dropped, todo = [], [node]
         while todo:
             node = todo.pop()
             dropped.append(node.page)
             del self._of_page[node.page]
-            todo += [child for children in node.children.values() for child in children]
+            todo += node.children
         return dropped
 
 
-def _common(tokens: Sequence[int], wanted: Sequence[int]) -> int:
+def common_beginning(tokens: Sequence[int], wanted: Sequence[int]) -> int:
     """Length of the common beginning."""
     length = min(len(tokens), len(wanted))
     return next((n for n in range(length) if tokens[n] != wanted[n]), length)

@@ -8,7 +8,7 @@ them. A row whose request ended on the device runs no more, though the host stil
 from __future__ import annotations
 
 from anydepth.engine.answers import add_token
-from anydepth.engine.plan import LateResult, Outcome, Plan, Row, Sequence
+from anydepth.engine.plan import LateResult, Plan, Read, Row, Sequence
 from anydepth.engine.scheduler import Scheduler
 from anydepth.types import Chunk
 
@@ -25,15 +25,14 @@ class ResidentScheduler(Scheduler):
 
     def update(self, plan: Plan, result: LateResult) -> list[Chunk]:  # type: ignore[override]
         """Take in what has arrived, of whatever turn; returns the tokens that came out."""
-        chunks = []
-        for outcome in result.outcomes:
-            if self.sequences.get(outcome.sequence.request.id) is outcome.sequence:
-                chunks += self._heard(outcome)
+        chunks = self.said = list[Chunk]()
+        for sequence, read, row, _ in result.outcomes:
+            assert row is not None
+            if self.sequences.get(sequence.request.id) is sequence:
+                chunks += self._heard(sequence, read, row)
         return chunks
 
-    def _heard(self, outcome: Outcome) -> list[Chunk]:
-        sequence, row, read = outcome.sequence, outcome.row, outcome.read
-        assert row is not None
+    def _heard(self, sequence: Sequence, read: Read | None, row: Row) -> list[Chunk]:
         sequence.in_flight -= row.length
         sequence.ahead -= row.last or not row.prefill
         if row.prefill:
@@ -54,8 +53,8 @@ class ResidentScheduler(Scheduler):
         last = self.positions_of(s.request) - 1
         return min(s.position + s.ahead, last)
 
-    def _next_position(self, sequence: Sequence) -> int | None:
-        return sequence.prefilled if sequence.prefilling else self._position_bound(sequence)
+    def _reaches(self, sequence: Sequence) -> int:
+        return 0 if sequence.prefilling else self._position_bound(sequence) + 1
 
     def _decode_row(self, s: Sequence) -> Row:
         return Row(s, s.slot, s.depth, self._position_bound(s), 1, None, False, False)

@@ -5,15 +5,19 @@ Shape suffixes as in `resident_turn`.
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from anydepth.engine.completions import Buffers, Completions, Ticket
-from anydepth.engine.plan import LateResult, Plan, Row, Sequence
-from anydepth.engine.resident_turn import Asks, Given, Kind, Rows, State, run_turn
+from anydepth.engine.completions import ALL_LINES, Buffers, Completions, Part, Submitted
+from anydepth.engine.graphs import Graphs
+from anydepth.engine.plan import LateResult, Plan, Row, Seat, Sequence
+from anydepth.engine.resident_turn import MOVING, Asks, Given, Kind, Policies, Prompts, State, run_turn
 from anydepth.engine.runner import turn_work
 from anydepth.engine.slots import Slots
-from anydepth.exits.base import Policy
+from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 
@@ -25,22 +29,23 @@ class ResidentSlots(Slots):
     def __init__(self, model: Model, fill: Fill, *, slots: int, pages: int, page_size: int, context: int) -> None:
         super().__init__(model, fill, slots=slots + 1, pages=pages + 1, page_size=page_size, context=context)
         self.padding = slots
+        self.plans = [False] * slots  # whether a slot's request has outputs of planned depth
 
-        def row(fill_value: int = 0, *size: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.full((slots + 1, *size), fill_value, dtype=dtype, device=self.device)
-
-        self.state = State(self.h_Sd, self.kept_h_Sd, self.kept_depth_S, row(1), row(), row(), row(dtype=torch.bool))
+        rows = slots + 1
+        # A row of padding is one that has ended, at depth 1 and position 0.
+        self.state = State(self.h_Sd, self.kept_h_Sd, self._numbers(rows, 8))
         self.asks = Asks(
-            planned_SI=row(0, context + 1, dtype=torch.int32),
-            high_S=row(1),
-            policy_S=row(-1),
-            limit_S=row(),
-            stop_SK=row(-1, 8),
-            sampled_S=row(dtype=torch.bool),
-            processed_S=row(dtype=torch.bool),
+            planned_SI=self._numbers(rows, context + 1),
+            stop_SK=self._numbers(rows, 8, value=-1),
+            sampled_S=torch.zeros(rows, dtype=torch.bool, device=self.device),
+            processed_S=torch.zeros(rows, dtype=torch.bool, device=self.device),
             uniform_SI=self.sampler.uniform_SI,
             settings=self.sampler.settings,
         )
+        self.state.numbers_S8[:, 0] = self.state.numbers_S8[:, 5] = 1
+
+    def _numbers(self, *size: int, value: int = 0) -> Tensor:
+        return torch.full(size, value, dtype=torch.int64, device=self.device)
 
     def __len__(self) -> int:
         return self.padding
@@ -48,27 +53,25 @@ class ResidentSlots(Slots):
     def rows(self) -> list[Tensor]:
         return list(self.state)
 
-    def policies_of(self, sequences: list[Sequence]) -> tuple[tuple[int, Policy, Tensor], ...]:
+    def policies_of(self, sequences: list[Sequence]) -> Policies:
         """(number, policy, state by slot) of every policy that some of them need asked."""
         known = list(self.states)
         used = {id(s.request.policy) for s in sequences}
         return tuple((n, policy, self.states[policy]) for n, policy in enumerate(known) if id(policy) in used)
 
     def _seat(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> None:
-        state, asks, request = self.state, self.asks, sequence.request
-        new = sequence.saved is None
+        asks, request, new = self.asks, sequence.request, sequence.saved is None
         super()._seat(sequence, slot, pages)
-        if new:
-            state.depth_S[slot], state.position_S[slot], state.output_S[slot] = 1, len(request.prompt_ids) - 1, 0
-            state.runs_S[slot] = True
-        sampling, segments = request.sampling, self.model.shape.segments
-        planned = [request.policy.planned(sampling, i, segments) or 0 for i in range(request.max_tokens)]
-        asks.planned_SI[slot, : len(planned)] = torch.tensor(planned, dtype=torch.int32, device=self.device)
-        asks.high_S[slot], asks.limit_S[slot] = request.bounds[1], request.max_tokens
         known = list(self.states)
-        asks.policy_S[slot] = known.index(request.policy) if request.policy in known else -1  # type: ignore[arg-type]
-        asks.sampled_S[slot] = sampling.temperature > 0
+        number = known.index(request.policy) if request.policy in known else -1  # type: ignore[arg-type]
+        if new:
+            self.state.numbers_S8[slot, :MOVING] = self.index((1, len(request.prompt_ids) - 1, 0, 1, 0))
+        self.state.numbers_S8[slot, MOVING:] = self.index((request.bounds[1], request.max_tokens - 1, number))
+        asks.sampled_S[slot] = request.sampling.temperature > 0
         asks.processed_S[slot] = sequence.logprobs_mode == "processed"
+        depths = planned_depths(sequence, self.model.shape.segments)
+        asks.planned_SI[slot, : len(depths)] = self.index(depths)
+        self.plans[slot] = any(depths)
         self._seat_stop_ids(slot, sorted(request.stop_ids))
 
     def _seat_stop_ids(self, slot: int, ids: list[int]) -> None:
@@ -80,106 +83,132 @@ class ResidentSlots(Slots):
         self.asks.stop_SK[slot, : len(ids)] = self.index(ids)
 
 
+class Decode(NamedTuple):
+    """The decode rows of a turn: their slots, the same with padding on the device, their policies, and what they ask
+    for."""
+
+    places: tuple[int, ...]
+    slots_B: Tensor
+    policies: Policies
+    kind: Kind
+
+
 class ResidentRunner:
-    """Submits turns. `padding`: decode rows are padded to a power of two, so that few shapes occur."""
+    """Submits turns, as `submission` says."""
 
     def __init__(
-        self, model: Model, fill: Fill, slots: ResidentSlots, *, completions: Completions, padding: bool = False
+        self, model: Model, fill: Fill, slots: ResidentSlots, *, completions: Completions, submission: Submission
     ) -> None:
-        self.model, self.fill, self.slots, self.completions, self.padding = model, fill, slots, completions, padding
-        self.buffers = Buffers(2 * len(slots) + 1, model.device)
+        self.model, self.fill, self.slots, self.completions = model, fill, slots, completions
+        self.padding = submission.padding
+        self.buffers = Buffers(2 * len(slots) + 1, model.device, static=submission.static_buffers)
+        self.streams = Streams(submission, model.device)
+        self.graphs = Graphs(submission.graph_bytes) if submission.graphs else None
+        self._decode = Decode((), slots.index(()), (), Kind(1))
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> LateResult:
         """Submit one turn; the outcomes are those that have arrived by its end, of whatever turn."""
         self.slots.move(plan.moves)
-        readouts = 0
+        signals, readouts, copies = 0, 0, tuple[int, ...]()
         if plan.rows:
             decode, prompts = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-            given = self._submit(decode, prompts)
-            self._keep_chunks(prompts, given.prompt_h_Pd)
-            self.completions.put(self._tickets(decode, prompts, given))
-            readouts = len(given.token_L)
-        signals = sum(row.sequence.request.policy in self.slots.states for row in plan.rows[: plan.decode_rows])
-        return LateResult(self.completions.take(), turn_work(plan, signals, readouts, ()))
+            known = self._decode_of(decode, new=any(isinstance(move, Seat) for move in plan.moves))
+            given = self._run(decode, prompts, known)
+            self.completions.put(self._submitted(decode, prompts, given, len(known.slots_B)))
+            signals, readouts = len(decode) * bool(known.policies), given.given_3L.shape[1]
+            copies = tuple(row.depth for row in decode) if self.fill.copies else ()
+        return LateResult(self.completions.take(), turn_work(plan, signals, readouts, copies))
 
     def drain(self) -> None:
         """Wait for all that is on its way to the host, and let go of it."""
         self.completions.drain()
 
-    def _submit(self, decode: tuple[Row, ...], prompts: tuple[Row, ...]) -> Given:
-        slots, index = self.slots, self.slots.index
-        places = [row.slot for row in decode]
-        if self.padding and places:
-            places += [slots.padding] * ((1 << (len(places) - 1).bit_length()) - len(places))
-        chunks = [(row.slot, row.start, row.length, row.depth) for row in prompts]
-        positions_P, write_P, parts = slots.map.prompt_rows(chunks)
-        ends = [0]
-        for row in prompts:
-            ends.append(ends[-1] + row.length)
-        ending = [n for n, row in enumerate(prompts) if row.last]
-        rows = Rows(
-            index(places),
-            self._prompt_h(prompts),
-            positions_P,
-            write_P,
-            index(prompts[n].slot for n in ending),
-            index(ends[n + 1] - 1 for n in ending),
-        )
-        sequences = [row.sequence for row in decode]
+    def _decode_of(self, rows: tuple[Row, ...], *, new: bool) -> Decode:
+        """What the decode rows are. Most turns have those of the turn before."""
+        places = tuple(row.slot for row in rows)
+        if new or places != self._decode.places:
+            slots, sequences = self.slots, [row.sequence for row in rows]
+            padded = (1 << (len(places) - 1).bit_length()) - len(places) if self.padding and places else 0
+            self._decode = Decode(
+                places,
+                slots.index((*places, *[slots.padding] * padded)),
+                slots.policies_of(sequences),
+                kind_of(sequences, planned=any(slots.plans[slot] for slot in places), vocab=slots.sampler.vocab),
+            )
+        return self._decode
+
+    def _run(self, decode: tuple[Row, ...], prompts: tuple[Row, ...], known: Decode) -> Given:
+        slots, kind = self.slots, known.kind
+        ending = [row.sequence for row in prompts if row.last]
+        if ending:
+            both = [*(row.sequence for row in decode), *ending]
+            kind = kind_of(both, planned=kind.planned, vocab=slots.sampler.vocab)
         context = max((row.start for row in decode), default=0) + 1
-        kind = _kind(context, [*sequences, *(prompts[n].sequence for n in ending)], slots.sampler.vocab)
-        policies = slots.policies_of(sequences)
-        return run_turn(self.model, self.fill, slots.map, policies, parts, slots.state, slots.asks, rows, kind)
+        if self.graphs is not None:  # few contexts, so that there are few graphs
+            context = min(1 << (context - 1).bit_length(), slots.map.table.shape[1])
+        kind = kind._replace(context=context)
+        coming = self._prompts(prompts) if prompts else None
 
-    def _prompt_h(self, prompts: tuple[Row, ...]) -> Tensor:
-        """What the prompt rows carry into their segment."""
-        parts = [self.slots.h_Sd[:0]]
-        for row in prompts:
-            if row.depth == 1:
-                ids = row.sequence.request.prompt_ids[row.start : row.start + row.length]
-                parts.append(self.model.embed(self.slots.index(ids)))
-            else:
-                parts.append(self.slots.chunks.pop(row.slot))
-        return torch.cat(parts)
+        def turn(slots_B: Tensor) -> Given:
+            policies, state, asks = known.policies, slots.state, slots.asks
+            return run_turn(self.model, self.fill, slots.map, policies, state, asks, slots_B, coming, kind)
 
-    def _keep_chunks(self, prompts: tuple[Row, ...], h_Pd: Tensor) -> None:
-        start = 0
-        for row in prompts:
-            if row.depth < self.model.shape.segments:
-                self.slots.chunks[row.slot] = h_Pd[start : start + row.length]
-            start += row.length
+        if self.graphs is None or prompts:
+            given = turn(known.slots_B)
+        else:
+            numbers = tuple(number for number, _, _ in known.policies)
+            given = self.graphs.run((len(known.slots_B), numbers, slots.asks.stop_SK.shape, kind), known.slots_B, turn)
+        slots.keep_prompts(prompts, given.prompt_h_Pd)
+        return given
 
-    def _tickets(self, decode: tuple[Row, ...], prompts: tuple[Row, ...], given: Given) -> list[Ticket]:
-        """Send the turn's outcomes on their way: one ticket a row."""
+    def _prompts(self, rows: tuple[Row, ...]) -> Prompts:
+        slots, ends = self.slots, list(itertools.accumulate(row.length for row in rows))
+        chunks = [(row.slot, row.start, row.length, row.depth) for row in rows]
+        ending = [n for n, row in enumerate(rows) if row.last]
+        return Prompts(
+            torch.cat(slots.prompt_rows(rows)),
+            *slots.map.prompt_rows(chunks),
+            slots.index(rows[n].slot for n in ending),
+            slots.index(ends[n] - 1 for n in ending),
+        )
+
+    def _submitted(
+        self, decode: tuple[Row, ...], prompts: tuple[Row, ...], given: Given, decode_rows: int
+    ) -> Submitted:
+        """Send the turn's outcomes on their way. Of `decode_rows` places the last may be padding."""
         buffer = self.buffers.take()
-        buffer.write("leaves", given.left_L)
-        buffer.write("token", given.token_L)
-        buffer.write("depth", given.depth_L)
-        if given.logprob_L is not None:
-            buffer.write("logprob", given.logprob_L)
-        if buffer.done is not None:
-            buffer.done.record()
-        places: list[int | None] = list(range(len(decode)))
-        at = len(given.ran_B)
+        numbers = ((ALL_LINES, given.given_3L),)
+        if self.graphs is None:
+            self.streams.beside(buffer.write, numbers, logprob=given.logprob_L)
+        else:  # what a graph gives is overwritten by its next replay: it is copied away before that, on the same stream
+            buffer.write(numbers, logprob=given.logprob_L)
+        parts: list[Part] = [(row.sequence, row, n, None, n) for n, row in enumerate(decode)]
+        at = decode_rows
         for row in prompts:
-            places.append(at if row.last else None)
+            place = at if row.last else None
+            parts.append((row.sequence, row, place, None, place))
             at += row.last
-        return [
-            Ticket(row.sequence, self.buffers, buffer, read_at=at, row=row, leave_at=at, if_left=True)
-            for row, at in zip((*decode, *prompts), places, strict=True)
-        ]
+        return Submitted(parts, buffer, self.buffers, if_left=True)
 
 
-def _kind(context: int, sequences: list[Sequence], vocab: int) -> Kind:
-    """What the rows that may give a token ask for."""
+def planned_depths(sequence: Sequence, segments: int) -> list[int]:
+    """Readout depth of every output the request may have, 0 where its policy decides on the way."""
+    request = sequence.request
+    return [request.policy.planned(request.sampling, i, segments) or 0 for i in range(request.max_tokens)]
+
+
+def kind_of(sequences: list[Sequence], *, planned: bool, vocab: int) -> Kind:
+    """What the rows that may give a token ask for; of any context."""
     drawn = [s.request.sampling for s in sequences if s.request.sampling.temperature > 0]
     wanted = [s for s in sequences if s.reports_logprob]
     return Kind(
-        context,
-        bool(drawn),
-        max((min(ask.top_k, vocab) for ask in drawn if ask.top_k is not None), default=None),
-        any(ask.top_p < 1 for ask in drawn),
-        bool(wanted),
-        any(s.logprobs_mode == "processed" for s in wanted),
+        context=1,
+        planned=planned,
+        stops=any(s.request.stop_ids for s in sequences),
+        sampled=bool(drawn),
+        max_k=max((min(ask.top_k, vocab) for ask in drawn if ask.top_k is not None), default=None),
+        top_p=any(ask.top_p < 1 for ask in drawn),
+        logprobs=bool(wanted),
+        processed=any(s.logprobs_mode == "processed" for s in wanted),
     )

@@ -21,26 +21,34 @@ from anydepth.ops.kv import Chunk, KVMap, TurnKV
 
 
 class State(NamedTuple):
-    """What changes from turn to turn, by slot. depth_S: segment to run next; position_S: of the token carried in h_Sd;
-    output_S: which output comes next; runs_S: False once the request has ended; kept_*: as in `Slots`."""
+    """What changes from turn to turn, by slot: h_Sd and kept_h_Sd as in `Slots`, and eight numbers, int64, of which the
+    last three are the request's own.
+
+    | column | |
+    |---|---|
+    | 0 | segment to run next |
+    | 1 | position of the token carried in h_Sd |
+    | 2 | which output comes next |
+    | 3 | 1 while the request runs, 0 once it has ended |
+    | 4 | depth of kept_h_Sd, 0 while nothing is kept |
+    | 5 | its max_depth |
+    | 6 | its last output |
+    | 7 | the number of its policy, -1 if none is asked |
+    """
 
     h_Sd: Tensor
     kept_h_Sd: Tensor
-    kept_depth_S: Tensor
-    depth_S: Tensor
-    position_S: Tensor
-    output_S: Tensor
-    runs_S: Tensor
+    numbers_S8: Tensor
+
+
+MOVING = 5  # columns that change from turn to turn
 
 
 class Asks(NamedTuple):
-    """What a request asked for, by slot. planned_SI: readout depth of output i, 0 where the policy decides; high_S: its
-    max_depth; policy_S: which policy; stop_SK: its stop ids, -1 where there are fewer; limit_S: max_tokens."""
+    """What a request asked for, by slot. planned_SI: readout depth of output i, 0 where the policy decides; stop_SK:
+    its stop ids, -1 where there are fewer."""
 
     planned_SI: Tensor
-    high_S: Tensor
-    policy_S: Tensor
-    limit_S: Tensor
     stop_SK: Tensor
     sampled_S: Tensor
     processed_S: Tensor
@@ -48,23 +56,26 @@ class Asks(NamedTuple):
     settings: sampling.Settings
 
 
-class Rows(NamedTuple):
-    """The turn's rows: slots of the decode rows; of prompts, the hidden rows, their positions and where they are
-    written, and for those that end, their slots and which of the P rows is the last."""
+class Prompts(NamedTuple):
+    """A turn's prompt rows: what they carry, their positions, where they write and what they see; and of prompts that
+    end in this turn the slots, and which of the P rows is the last."""
 
-    slots_B: Tensor
-    prompt_h_Pd: Tensor
-    prompt_positions_P: Tensor
-    prompt_write_P: Tensor
+    h_Pd: Tensor
+    positions_P: Tensor
+    write_P: Tensor
+    chunks: list[Chunk]
     ending_slots_F: Tensor
     ending_at_F: Tensor
 
 
 class Kind(NamedTuple):
     """What makes two turns different programs. `context`: most positions a decode row may see. The others: whether any
-    row is sampled, with top-k (the largest) or top-p, whether log-probabilities are wanted, and processed ones."""
+    row has a planned depth, stop ids, is sampled, with top-k (the largest) or top-p, whether log-probabilities are
+    wanted, and processed ones."""
 
     context: int
+    planned: bool = False
+    stops: bool = False
     sampled: bool = False
     max_k: int | None = None
     top_p: bool = False
@@ -73,127 +84,166 @@ class Kind(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What came of it: of each B whether it ran; of each L whether it gave a token, which, from which depth, and its
-    logprob; the prompts' hidden rows."""
+    """What came of it. given_3L: of each row that may give a token, the token, its depth, and 1 if it gave one; its
+    logprob; and the prompts' hidden rows. Of decode rows whose request has ended it means nothing."""
 
-    ran_B: Tensor
-    left_L: Tensor
-    token_L: Tensor
-    depth_L: Tensor
+    given_3L: Tensor
     logprob_L: Tensor | None
     prompt_h_Pd: Tensor
+
+
+Policies = tuple[tuple[int, Policy, Tensor], ...]  # number, policy, state by slot
 
 
 def run_turn(
     model: Model,
     fill: Fill,
     map: KVMap,
-    policies: tuple[tuple[int, Policy, Tensor], ...],
-    chunks: list[Chunk],
+    policies: Policies,
     state: State,
     asks: Asks,
-    rows: Rows,
+    slots: Tensor,
+    prompts: Prompts | None,
     kind: Kind,
 ) -> Given:
-    """Run a turn and move `state`, the policies' states (number, policy, state by slot) and the K/V on."""
-    slots, segments = rows.slots_B, model.shape.segments
-    runs_B, depth_B = state.runs_S[slots], state.depth_S[slots]
-    # A row that ended may stand one beyond the last position there is.
-    position_B, output_B = torch.where(runs_B, state.position_S[slots], 0), state.output_S[slots]
-    write_B, storage_BT, mask = map.decode_rows(slots, position_B, depth_B, kind.context, runs_B)
-    some = len(slots) > 0
+    """Run a turn of decode rows `slots` [B], and of prompt rows; moves `state`, the policies' states and the K/V on.
+
+    A row whose request has ended is computed like the others, on the last position it had, but it writes no K/V, and
+    what comes of it is dropped.
+    """
+    segments = model.shape.segments
+    numbers = state.numbers_S8.index_select(0, slots)
+    depth, position, output, runs, kept, last, final, policy = numbers.unbind(1)
+    h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs == 0, prompts, kind)
+    if prompts is not None and len(slots) + len(prompts.ending_slots_F) == 0:  # nobody who could give a token
+        return Given(slots.new_zeros(3, 0), None, h_Pd)
+
+    rows = Deciding(slots, depth, output, runs, last, policy)
+    read_Bd, read_depth, left = h_Bd, depth, _leaves(model, policies, asks, rows, h_Bd, kind)
+    if fill.runs_on:
+        read_Bd, kept = _keep(state, slots, depth, kept, left, h_Bd)
+        left, read_depth = depth == segments, kept
+    elif fill.copies:  # of a row that goes on, plane R counts, which has none deeper: it is written over with itself
+        fill.leave(map.pool, write_B, torch.where(left, depth, segments))
+
+    next_Bd = h_Bd
+    if prompts is not None:  # the last row of a prompt leaves, at full depth
+        ending, last_Fd = prompts.ending_slots_F, h_Pd[prompts.ending_at_F]
+        full = torch.full_like(ending, segments)
+        slots, left = torch.cat((slots, ending)), torch.cat((left, full > 0))
+        read_depth, kept = torch.cat((read_depth, full)), torch.cat((kept, 0 * full))
+        read_Bd, next_Bd = torch.cat((read_Bd, last_Fd)), torch.cat((next_Bd, last_Fd))
+        numbers = torch.cat((numbers, state.numbers_S8.index_select(0, ending)))
+        depth, _, output, runs, _, _, final, _ = numbers.unbind(1)
+    token, logprob = _choose(asks, slots, output, model.readout(segments, read_Bd), kind)
+
+    goes_on = output < final
+    if kind.stops:
+        goes_on = goes_on & (asks.stop_SK.index_select(0, slots) != token.unsqueeze(1)).all(1)
+    on = left & goes_on  # one that ends stays where it is: there may be no further position
+    moved = (
+        (depth.masked_fill(left, 0) + 1).unsqueeze(1),
+        numbers[:, 1:3] + on.unsqueeze(1),
+        (runs * (on == left)).unsqueeze(1),
+        kept.unsqueeze(1),
+    )
+    state.numbers_S8[:, :MOVING].index_copy_(0, slots, torch.cat(moved, 1))
+    state.h_Sd.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), next_Bd))
+    return Given(torch.stack((token, read_depth, left)), logprob, h_Pd)
+
+
+def _segment(
+    model: Model,
+    map: KVMap,
+    state: State,
+    slots: Tensor,
+    depth: Tensor,
+    position: Tensor,
+    ended: Tensor,
+    prompts: Prompts | None,
+    kind: Kind,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(h of the decode rows, h of the prompt rows, where the decode rows wrote)."""
+    write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, ended)
+    h, rows = state.h_Sd.index_select(0, slots), len(slots)
+    if prompts is None:
+        h = model.segment(1, h, TurnKV(map.pool, position, write_B, storage_BT, mask, []))
+        return h, h[rows:], write_B
     kv = TurnKV(
         map.pool,
-        torch.cat((position_B, rows.prompt_positions_P)),
-        torch.cat((write_B, rows.prompt_write_P)),
-        storage_BT if some else None,
-        mask if some else None,
-        chunks,
+        torch.cat((position, prompts.positions_P)),
+        torch.cat((write_B, prompts.write_P)),
+        storage_BT if rows else None,
+        mask if rows else None,
+        prompts.chunks,
     )
-    carried_Bd = state.h_Sd[slots]
-    h_Nd = model.segment(1, torch.cat((carried_Bd, rows.prompt_h_Pd)), kv)
-    h_Bd, h_Pd = h_Nd[: len(slots)], h_Nd[len(slots) :]
-
-    leaves_B, last_B = _decide(model, policies, asks, slots, depth_B, output_B, runs_B, h_Bd)
-    if fill.runs_on:
-        read_Bd, read_depth_B = _keep(state, slots, depth_B, leaves_B | last_B, h_Bd)
-        left_B = runs_B & (depth_B == segments)
-    else:
-        read_Bd, read_depth_B, left_B = h_Bd, depth_B, runs_B & (leaves_B | last_B)
-        if fill.copies:  # of a row that goes on, plane R counts, which has none deeper: it is written over with itself
-            fill.leave(map.pool, write_B, torch.where(left_B, depth_B, segments))
-
-    slots_L = torch.cat((slots, rows.ending_slots_F))
-    left_L = torch.cat((left_B, torch.ones_like(rows.ending_slots_F, dtype=torch.bool)))
-    depth_L = torch.cat((read_depth_B, torch.full_like(rows.ending_slots_F, segments)))
-    output_L = state.output_S[slots_L]
-    logits_LV = model.readout(segments, torch.cat((read_Bd, h_Pd[rows.ending_at_F])))
-    token_L, logprob_L = _choose(asks, slots_L, output_L, logits_LV, kind)
-
-    ends_L = (asks.stop_SK[slots_L] == token_L.unsqueeze(1)).any(1) | (output_L + 1 >= asks.limit_S[slots_L])
-    next_B = torch.where(runs_B.unsqueeze(1), h_Bd, carried_Bd)
-    next_L = torch.cat((next_B, h_Pd[rows.ending_at_F]))
-    state.h_Sd.index_copy_(0, slots_L, torch.where(left_L.unsqueeze(1), model.embed(token_L), next_L))
-    before_L = state.depth_S[slots_L]
-    state.depth_S.index_copy_(0, slots_L, torch.where(left_L, 1, before_L + state.runs_S[slots_L]))
-    state.position_S.index_copy_(0, slots_L, state.position_S[slots_L] + left_L)
-    state.output_S.index_copy_(0, slots_L, output_L + left_L)
-    state.runs_S.index_copy_(0, slots_L, state.runs_S[slots_L] & ~(left_L & ends_L))
-    return Given(runs_B, left_L, token_L, depth_L, logprob_L, h_Pd)
+    h = model.segment(1, torch.cat((h, prompts.h_Pd)), kv)
+    return h[:rows], h[rows:], write_B
 
 
-def _decide(
-    model: Model,
-    policies: tuple[tuple[int, Policy, Tensor], ...],
-    asks: Asks,
-    slots: Tensor,
-    depth_B: Tensor,
-    output_B: Tensor,
-    runs_B: Tensor,
-    h_Bd: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(the policy says so, the last depth is reached), [B] each."""
-    planned_B = asks.planned_SI[slots, output_B.clamp(max=asks.planned_SI.shape[1] - 1)]
-    high_B = asks.high_S[slots]
-    asked_B = runs_B & (planned_B == 0) & (depth_B < high_B)
-    leaves_B = torch.zeros_like(runs_B)
+class Deciding(NamedTuple):
+    """Decode rows before they are asked, [B] each: slot, depth, output, whether they run, max_depth, their policy."""
+
+    slots: Tensor
+    depth: Tensor
+    output: Tensor
+    runs: Tensor
+    last: Tensor
+    policy: Tensor
+
+
+def _leaves(model: Model, policies: Policies, asks: Asks, rows: Deciding, h_Bd: Tensor, kind: Kind) -> Tensor:
+    """[B], whether the policy says so or the last depth is reached."""
+    slots, depth, output, runs, last, mine = rows
+    adaptive = None
+    if kind.planned:
+        planned = asks.planned_SI.index_select(0, slots).gather(1, output.unsqueeze(1)).squeeze(1)
+        adaptive = planned == 0
+        last = torch.where(adaptive, last, planned)
+    at_last = depth == last
+    says: Tensor | None = None
     for number, policy, states in policies:
         if policy.needs == "signal":
             seen = model.signal(1, h_Bd)
         else:
             seen = model.readout(1, h_Bd) if policy.needs == "logits" else h_Bd
         before = states.index_select(0, slots)
-        leave, after = policy.decide(before, depth_B, seen)
-        mine_B = asked_B & (asks.policy_S[slots] == number)
-        states.index_copy_(0, slots, torch.where(mine_B.unsqueeze(1), after, before))
-        leaves_B = leaves_B | (leave & mine_B)
-    return leaves_B, depth_B == torch.where(planned_B > 0, planned_B, high_B)
+        leave, after = policy.decide(before, depth, seen)
+        if len(policies) > 1:
+            leave = leave & (mine == number)
+        if policy.tallies:  # they outlive the token: a row that was not asked must not count
+            asked = (runs > 0) & ~at_last & (mine == number)
+            asked = asked if adaptive is None else asked & adaptive
+            after = torch.where(asked.unsqueeze(1), after, before)
+        states.index_copy_(0, slots, after)
+        says = leave if says is None else says | leave
+    if says is None:
+        return at_last
+    return at_last | (says if adaptive is None else says & adaptive)
 
 
-def _keep(state: State, slots: Tensor, depth_B: Tensor, reads_B: Tensor, h_Bd: Tensor) -> tuple[Tensor, Tensor]:
+def _keep(
+    state: State, slots: Tensor, depth: Tensor, kept: Tensor, reads: Tensor, h_Bd: Tensor
+) -> tuple[Tensor, Tensor]:
     """Keep h and depth where a token is read for the first time; what is kept now, (h [B, d], depth [B])."""
-    before = torch.where(depth_B == 1, 0, state.kept_depth_S[slots])
-    now = reads_B & (before == 0)
-    h = torch.where(now.unsqueeze(1), h_Bd, state.kept_h_Sd[slots])
-    depth = torch.where(now, depth_B, before)
+    before = torch.where(depth == 1, 0, kept)
+    now = reads & (before == 0)
+    h = torch.where(now.unsqueeze(1), h_Bd, state.kept_h_Sd.index_select(0, slots))
     state.kept_h_Sd.index_copy_(0, slots, h)
-    state.kept_depth_S.index_copy_(0, slots, depth)
-    return h, depth
+    return h, torch.where(now, depth, before)
 
 
-def _choose(
-    asks: Asks, slots_L: Tensor, output_L: Tensor, logits_LV: Tensor, kind: Kind
-) -> tuple[Tensor, Tensor | None]:
+def _choose(asks: Asks, slots: Tensor, output: Tensor, logits_LV: Tensor, kind: Kind) -> tuple[Tensor, Tensor | None]:
     """(token [L], its logprob [L] or None); those of rows that give no token mean nothing."""
     token, chances = sampling.greedy(logits_LV), None
     if kind.sampled:
-        settings = sampling.Settings(*(pool[slots_L] for pool in asks.settings))
+        settings = sampling.Settings(*(pool.index_select(0, slots) for pool in asks.settings))
         chances = sampling.processed(logits_LV, settings, max_k=kind.max_k, any_top_p=kind.top_p)
-        u = asks.uniform_SI[slots_L, output_L.clamp(max=asks.uniform_SI.shape[1] - 1)]
-        token = torch.where(asks.sampled_S[slots_L], sampling.pick(chances, u), token)
+        u = asks.uniform_SI[slots, output]
+        token = torch.where(asks.sampled_S.index_select(0, slots), sampling.pick(chances, u), token)
     if not kind.logprobs:
         return token, None
     logprob = sampling.raw_logprobs(logits_LV, token)
     if kind.processed and chances is not None:
-        logprob = torch.where(asks.processed_S[slots_L], sampling.processed_logprobs(chances, token), logprob)
+        logprob = torch.where(asks.processed_S[slots], sampling.processed_logprobs(chances, token), logprob)
     return token, logprob

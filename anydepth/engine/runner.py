@@ -8,7 +8,7 @@ the turn, L rows that leave; others as in `models.base`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,10 @@ class Leaving(NamedTuple):
 
 
 class Runner:
-    """Runs plans over `slots`, each turn to its end."""
+    """Runs plans over `slots`, each turn to its end. `lone_chunk`: a decode row that is alone is a chunk of one, for
+    which nothing is gathered or padded; the host must know its plane and position for that."""
+
+    lone_chunk = True
 
     def __init__(self, model: Model, fill: Fill, slots: Slots) -> None:
         self.model, self.fill, self.segments, self.slots = model, fill, model.shape.segments, slots
@@ -42,9 +45,8 @@ class Runner:
         """One turn: every row of the plan through its segment; rows that leave are read out and sampled."""
         self.slots.move(plan.moves)
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-        slots_B = self._index(row.slot for row in decode)
-        depth_B = self._index(row.depth for row in decode)
-        kv = self._kv(plan, slots_B, depth_B)
+        slots_B, depth_B, start_B = self._numbers(decode)
+        kv = self._kv(plan, slots_B, depth_B, start_B)
         h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
 
         h_Bd = h_Nd[: len(decode)]
@@ -63,14 +65,20 @@ class Runner:
     def drain(self) -> None:
         """Nothing is ever on its way."""
 
-    def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor) -> TurnKV:
-        """What the rows write and see. A decode row that is alone is a chunk of one: nothing is padded for it."""
-        together = plan.decode_rows if plan.decode_rows > 1 else 0
+    def _numbers(self, decode: tuple[Row, ...]) -> Sequence[Tensor]:
+        """(slots, depths, positions) of decode rows, [B] each. One transfer for all three."""
+        numbers = [row.slot for row in decode]
+        numbers += [row.depth for row in decode]
+        numbers += [row.start for row in decode]
+        return self._index(numbers).view(3, -1).unbind()
+
+    def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor, start_B: Tensor) -> TurnKV:
+        """What the rows write and see."""
+        together = 0 if plan.decode_rows == 1 and self.lone_chunk else plan.decode_rows
         decode = plan.rows[:together]
         chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
         context = max((row.start for row in decode), default=0) + 1
-        starts_B = self._index(row.start for row in decode)
-        return self.slots.map.turn(slots_B[:together], starts_B, depth_B[:together], context, chunks)
+        return self.slots.map.turn(slots_B[:together], start_B[:together], depth_B[:together], context, chunks)
 
     def _index(self, values: Iterable[int]) -> Tensor:
         return self.slots.index(values)
@@ -78,12 +86,7 @@ class Runner:
     def _carried(self, slots_B: Tensor, prefill: tuple[Row, ...]) -> Tensor:
         """h [N, d] that the turn's rows carry into their segment: decode rows, then prefill rows."""
         parts = [self.slots.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
-        for row in prefill:
-            if row.depth == 1:
-                ids = row.sequence.request.prompt_ids[row.start : row.start + row.length]
-                parts.append(self.model.embed(self._index(ids)))
-            else:
-                parts.append(self.slots.chunks.pop(row.slot))
+        parts += self.slots.prompt_rows(prefill)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decide(
@@ -157,7 +160,7 @@ class Runner:
         leaves_B = torch.zeros(len(decode), dtype=torch.bool, device=self.model.device)
         for rows, leave in decided:
             leaves_B[self._index(rows)] = leave
-        last_B = torch.tensor([row.depth == _latest(row) for row in decode], device=self.model.device)
+        last_B = self._index(row.depth == _latest(row) for row in decode) > 0
         at = self._index(watched)
         self._snapshot(slots_B[at], depth_B[at], h_Bd[at], leaves_B[at], last_B[at])
 
@@ -182,15 +185,14 @@ class Runner:
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
         """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""
-        start, rows, states = plan.decode_rows, list(leaving.rows), [leaving.h_Ld]
-        for index, row in enumerate(plan.rows[plan.decode_rows :], plan.decode_rows):
-            end = start + row.length
-            if row.depth < self.segments:
-                self.slots.chunks[row.slot] = h_Nd[start:end]
-            elif row.last:
+        prefill, end = plan.rows[plan.decode_rows :], plan.decode_rows
+        self.slots.keep_prompts(prefill, h_Nd[end:])
+        rows, states = list(leaving.rows), [leaving.h_Ld]
+        for index, row in enumerate(prefill, plan.decode_rows):
+            end += row.length
+            if row.last:
                 rows.append(index)
                 states.append(h_Nd[end - 1 : end])
-            start = end
         depths = leaving.depths + [self.segments] * (len(rows) - len(leaving.rows))
         return Leaving(rows, depths, states[0] if len(states) == 1 else torch.cat(states))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from anydepth.engine.answers import add_token, cut_short
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import Copy, Grow, Leave, Move, Plan, Result, Row, Save, Seat, Sequence
+from anydepth.engine.prefix import common_beginning
 from anydepth.engine.waiting import Waiting, fits_host, rank
 from anydepth.types import Chunk, FinishReason, Request
 
@@ -42,6 +43,7 @@ class Scheduler:
         self._arrived = 0
         self._slots = list(range(slots - 1, -1, -1))
         self._moves: list[Move] = []
+        self.said: list[Chunk] = []  # of the turn under way: what has ended in it stays so when it fails
 
     @property
     def idle(self) -> bool:
@@ -55,15 +57,15 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         assert request.id not in self.sequences
         as_row = bool(request.forced) or request.sampling.first_token == "policy"
-        sequence = Sequence(request, len(request.prompt_ids) - as_row, self._arrived)
+        last = len(request.prompt_ids) - 1  # the position that gives the first output, in either way
+        sequence = Sequence(request, last + 1 - as_row, last, self._arrived)
         self._arrived += 1
         self.sequences[request.id] = sequence
         self.waiting.add(sequence)
 
     def next(self) -> Plan:
         """The next turn's plan; it stands until `update`. Admits what fits, preempts where pages run out."""
-        if self.waiting:
-            self.waiting.take(self._admit)
+        self._take_in()
         self._cut_chunks()
         ready = self._with_pages([s for s in self.running.values() if s.chunk or not s.prefilling])
         return self._plan(ready)
@@ -71,7 +73,7 @@ class Scheduler:
     def update(self, plan: Plan, result: Result) -> list[Chunk]:
         """Move every row of the plan on by what the runner reports; returns the tokens that came out, in row order."""
         self.turn += 1
-        chunks: list[Chunk] = []
+        chunks = self.said = list[Chunk]()
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
             sequence.ready_since = self.turn
@@ -108,9 +110,18 @@ class Scheduler:
         self.preempted += 1
 
     def unfinished(self) -> list[str]:
-        """Requests that a failed turn leaves without the state they need: those that ran, or were on their way out."""
+        """Requests that a failed turn leaves without the state they need: those that ran, were on their way out, or
+        wait for an outcome, which may be lost. Prompts that were to be written in that turn are not known any more."""
         self._moves = []
-        return [id for id, s in self.sequences.items() if s.slot >= 0 or (s.stored and s.saved is None)]
+        self.pages.forget()
+        return [id for id, s in self.sequences.items() if s.slot >= 0 or (s.stored and s.saved is None) or s.awaited]
+
+    def _take_in(self) -> None:
+        """Admit who fits, where there is a slot, or somebody who would give one up."""
+        if not self.waiting:
+            return
+        if self._slots or self.waiting.first.request.priority > min(s.request.priority for s in self.running.values()):
+            self.waiting.take(self._admit)
 
     def _plan(self, ready: list[Sequence], leaving: tuple[Leave, ...] = ()) -> Plan:
         segment = 1
@@ -129,6 +140,8 @@ class Scheduler:
         ids = sequence.request.prompt_ids
         # The position whose state gives the first token runs in any case.
         held, at = self.pages.find(ids, sequence.prefill_end - (sequence.prefill_end == len(ids)))
+        if self.pages.sharing and self._soon_known(sequence) > at // self.pages.size:
+            return False  # a running request is about to prefill more of it
         source = held.pop() if at % self.pages.size else None
         needed = self.pages.needed(len(ids)) - len(held)
         if not self._seat(sequence, needed, held, source):
@@ -142,6 +155,17 @@ class Scheduler:
             self._plan_depth(sequence)
         return True
 
+    def _soon_known(self, sequence: Sequence) -> int:
+        """Whole pages of a prompt's beginning, all but its last position, that a running request of no lower priority
+        has in common with it and has not prefilled yet."""
+        ids, size, most = sequence.request.prompt_ids, self.pages.size, 0
+        for other in self.running.values():
+            lower = other.request.priority < sequence.request.priority
+            if other.prefilling and not lower and other.request.prompt_ids[:size] == ids[:size]:
+                common = common_beginning(other.request.prompt_ids[: other.prefill_end], ids[:-1])
+                most = max(most, common // size)
+        return most
+
     def _seat(self, sequence: Sequence, needed: int, held: list[int], source: int | None) -> bool:
         """Seat a sequence on the pages `held` by others too and `needed` pages of its own, the first of them a copy of
         `source`, whose beginning is of use; False where there is no room."""
@@ -151,7 +175,8 @@ class Scheduler:
             self.pages.give_back(others)
             return False
         sequence.pages = held + self.pages.take(needed)
-        sequence.slot, sequence.stored, sequence.ready_since = self._slots.pop(), 0, self.turn
+        sequence.slot, sequence.stored, sequence.overtaken = self._slots.pop(), 0, 0
+        sequence.ready_since = self.turn
         self.running[sequence.request.id] = sequence
         self._moves.append(Seat(sequence, sequence.slot, tuple(sequence.pages)))
         if source is not None:
@@ -183,25 +208,27 @@ class Scheduler:
         """Whether everybody can still come to an end when this one is let in too."""
         inside = [*self.running.values(), *(s for s in self.waiting if s.stored), sequence]
         most = ((s, self.pages.needed(self.positions_of(s.request))) for s in inside)
-        return fits_host(most, self.pages.count, self.host_pages)
+        return fits_host(most, self.pages.count, len(self.running) + len(self._slots), self.host_pages)
 
     def _with_pages(self, ready: list[Sequence]) -> list[Sequence]:
         """Those of `ready` that have, or now get, the pages their next positions are written to."""
-        lacking = sum(map(self._lacks, ready))
-        if lacking == 0:
+        size = self.pages.size
+        lacking = [s for s in ready if self._reaches(s) > len(s.pages) * size]
+        if not lacking:
             return ready
-        if lacking > self.pages.available:
-            ready = sorted(ready, key=rank)
-        return [s for s in ready if s.slot >= 0 and self._grow(s)]
+        if sum(map(self._lacks, lacking)) <= self.pages.available:
+            for sequence in lacking:
+                self._grow(sequence)
+            return ready
+        return [s for s in sorted(ready, key=rank) if s.slot >= 0 and self._grow(s)]
 
-    def _next_position(self, sequence: Sequence) -> int | None:
-        """Where its next row begins to write, if it writes at all."""
-        return sequence.prefilled if sequence.prefilling else sequence.position
+    def _reaches(self, sequence: Sequence) -> int:
+        """How many positions it has with its next row. Those of its prompt have had their pages since it came in."""
+        return 0 if sequence.prefilling else sequence.position + 1
 
     def _lacks(self, sequence: Sequence) -> int:
         """Pages that it needs for its next row beyond its own."""
-        position = self._next_position(sequence)
-        return 0 if position is None else max(0, self.pages.needed(position + 1) - len(sequence.pages))
+        return max(0, self.pages.needed(self._reaches(sequence)) - len(sequence.pages))
 
     def _grow(self, sequence: Sequence) -> bool:
         """Give it what it lacks, if need be at the cost of the last by rank; False if that is the sequence itself."""

@@ -15,6 +15,7 @@ from anydepth.engine.resident_runner import ResidentRunner, ResidentSlots
 from anydepth.engine.runner import Runner
 from anydepth.engine.scheduler import Scheduler
 from anydepth.engine.slots import Slots
+from anydepth.engine.submission import Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 from anydepth.types import Shape, unknown
@@ -60,13 +61,14 @@ class Mode(NamedTuple):
     def slots(self, model: Model, fill: Fill, **options: int) -> Slots:
         return (ResidentSlots if self.name == "resident" else Slots)(model, fill, **options)
 
-    def runner(self, model: Model, fill: Fill, slots: Slots, lateness: int) -> AnyRunner:
+    def runner(self, model: Model, fill: Fill, slots: Slots, *, lateness: int, submission: Submission) -> AnyRunner:
         if self.name == "sync":
             return Runner(model, fill, slots)
         completions = Completions(lateness)
         if isinstance(slots, ResidentSlots):
-            return ResidentRunner(model, fill, slots, completions=completions)
-        return LateRunner(model, fill, slots, completions=completions, reads_late=self.name == "delayed")
+            return ResidentRunner(model, fill, slots, completions=completions, submission=submission)
+        delayed = self.name == "delayed"
+        return LateRunner(model, fill, slots, completions=completions, submission=submission, reads_late=delayed)
 
 
 MODES = {
@@ -82,7 +84,7 @@ MODES = {
 
 def load_mode(name: str, lateness: int | None, fill: Fill, shape: Shape) -> tuple[Mode, int]:
     """The mode of that name and the lateness it runs with, checked. `lateness` None: the mode's own."""
-    if name not in MODES:
+    if not isinstance(name, str) or name not in MODES:
         raise unknown("signals", str(name), MODES)
     mode = MODES[name]
     mode.check(fill, shape)

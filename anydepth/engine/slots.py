@@ -12,12 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from anydepth.engine.plan import Copy, Grow, Move, Save, Seat, Sequence
+from anydepth.engine.plan import Copy, Grow, Move, Row, Save, Seat, Sequence
 from anydepth.engine.sampling import Sampler
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 from anydepth.ops.kv import KVMap, KVPool
+from anydepth.ops.send import send
 
 
 class Saved(NamedTuple):
@@ -52,7 +53,7 @@ class Slots:
         return len(self.h_Sd)
 
     def index(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        return send(values, self.device)
 
     def move(self, moves: Iterable[Move]) -> None:
         """Carry out what the scheduler decided about slots and pages, in its order."""
@@ -70,6 +71,23 @@ class Slots:
     def vacate(self, slot: int) -> None:
         """Let go of the chunk that an aborted request had on its way; what is left of it is written over."""
         self.chunks.pop(slot, None)
+
+    def prompt_rows(self, rows: Iterable[Row]) -> list[Tensor]:
+        """What prompt rows carry into their segment, one tensor a row: embeddings, or what `keep_prompts` kept."""
+        return [
+            self.model.embed(self.index(row.sequence.request.prompt_ids[row.start : row.start + row.length]))
+            if row.depth == 1
+            else self.chunks.pop(row.slot)
+            for row in rows
+        ]
+
+    def keep_prompts(self, rows: Iterable[Row], h_Pd: Tensor) -> None:
+        """Keep the chunks that go deeper."""
+        start = 0
+        for row in rows:
+            if row.depth < self.model.shape.segments:
+                self.chunks[row.slot] = h_Pd[start : start + row.length]
+            start += row.length
 
     def rows(self) -> list[Tensor]:
         """The pools that hold one row a slot, but for the policies' and the sampler's."""
@@ -93,7 +111,7 @@ class Slots:
 
     def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:
         """A policy's state of one slot; columns that are tallied over all requests go on."""
-        pool = self.states.setdefault(policy, state.new_zeros(len(self), len(state)))
+        pool = self.states.setdefault(policy, state.new_zeros(len(self.h_Sd), len(state)))
         for column in policy.tallies.values():
             state[column] = pool[slot, column]
         pool[slot] = state

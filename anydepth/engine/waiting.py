@@ -31,6 +31,10 @@ class Waiting:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._ranked)
 
+    @property
+    def first(self) -> Sequence:
+        return self._ranked[0]
+
     def add(self, sequence: Sequence) -> None:
         insort(self._ranked, sequence, key=rank)
 
@@ -52,16 +56,16 @@ class Waiting:
                 return
 
 
-def fits_host(sequences: Iterable[tuple[Sequence, int]], pages: int, host_pages: int) -> bool:
+def fits_host(sequences: Iterable[tuple[Sequence, int]], pages: int, slots: int, host_pages: int) -> bool:
     """Whether all of these can come to their end, whatever they need on the way: (sequence, pages it may need).
 
-    Going by rank, those that fit the pool together need nobody to give way but those behind them. All others, and those
-    that are out already, may have to be kept in host memory whole.
+    Going by rank, those that fit slots and pool together need nobody to give way but those behind them. All others, and
+    those that are out already, may have to be kept in host memory whole.
     """
     outside, room = 0, pages
     for sequence, most in sorted(sequences, key=lambda pair: pair[0].rank):
-        if most <= room and sequence.saved is None:
-            room -= most
+        if most <= room and slots and not sequence.stored:
+            room, slots = room - most, slots - 1
         else:
             room, outside = 0, outside + most
     return outside <= host_pages

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from anydepth.ops.attend import attend_chunk, attend_rows, causal_mask
+from anydepth.ops.send import send
 from anydepth.types import Shape
 
 
@@ -42,17 +43,19 @@ class KVPool:
         # Row d: how far each plane lies from plane d. One that is not deeper counts as plane d itself, which is then
         # written over with its own values.
         planes_R = torch.arange(planes, device=device)
+        depths = torch.arange(shape.segments + 1, device=device)
+        self._offset = (depths - 1) * self.positions if planes > 1 else 0 * depths
         self._deeper = (planes_R - torch.arange(-1, planes, device=device).unsqueeze(1)).clamp(min=0) * self.positions
 
     def offset(self, depth_N: Tensor) -> Tensor:
         """Where the plane of segment `depth` begins."""
-        return (depth_N - 1) * self.positions if self.planes > 1 else torch.zeros_like(depth_N)
+        return self._offset.index_select(0, depth_N)
 
     def copy_deeper(self, storage_N: Tensor, depth_N: Tensor) -> None:
         """Copy each row's K/V of plane `depth`, layer by layer, into every deeper plane."""
-        target_NR = self._deeper.index_select(0, depth_N) + storage_N.unsqueeze(1)
-        rows = self.data.index_select(2, storage_N).unsqueeze(3).expand(-1, -1, -1, self.planes, -1)
-        self.data.index_copy_(2, target_NR.view(-1), rows.flatten(2, 3))
+        source_NR = storage_N.unsqueeze(1).expand(-1, self.planes)
+        target_NR = source_NR + self._deeper.index_select(0, depth_N)
+        self.data.index_copy_(2, target_NR.view(-1), self.data.index_select(2, source_NR.reshape(-1)))
 
 
 class Chunk(NamedTuple):
@@ -79,23 +82,21 @@ class TurnKV:
         mask_B11T: Tensor | None,
         chunks: list[Chunk],
     ) -> None:
-        self._pool, self.positions, self.write_N = pool, positions_N, write_N
-        self._storage_BT, self._mask_B11T, self._chunks = storage_BT, mask_B11T, chunks
+        self.pool, self.positions, self.write_N = pool, positions_N, write_N
+        self.storage_BT, self.mask_B11T, self.chunks = storage_BT, mask_B11T, chunks
 
     def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
-        pool = self._pool
+        pool = self.pool
         keys, values = pool.data[layer].unbind()
         keys.index_copy_(0, self.write_N, k_NGD.flatten(1))
         values.index_copy_(0, self.write_N, v_NGD.flatten(1))
         done, parts = 0, []
-        if self._storage_BT is not None:
-            done, context = self._storage_BT.shape
-            k, v = (
-                x.index_select(0, self._storage_BT.view(-1)).view(done, context, pool.groups, pool.head_dim)
-                for x in (keys, values)
-            )
-            parts.append(attend_rows(q_NHD[:done], k, v, self._mask_B11T))
-        for rows, storage_T, mask_nT in self._chunks:
+        if self.storage_BT is not None:
+            done, context = self.storage_BT.shape
+            both = pool.data[layer].index_select(1, self.storage_BT.view(-1))
+            k, v = both.view(2, done, context, pool.groups, pool.head_dim).unbind()
+            parts.append(attend_rows(q_NHD[:done], k, v, self.mask_B11T))
+        for rows, storage_T, mask_nT in self.chunks:
             if isinstance(storage_T, slice):
                 k, v = keys[storage_T], values[storage_T]
             else:
@@ -115,6 +116,7 @@ class KVMap:
         device = pool.data.device
         self.table = torch.zeros(slots, max_positions, dtype=torch.int64, device=device)
         self._arange = torch.arange(max_positions, device=device)
+        self._open, self._shut = torch.tensor([0.0, float("-inf")], dtype=pool.data.dtype, device=device).unbind()
         self._run: dict[int, tuple[int, int]] = {}  # slot -> (first page, pages), if its pages lie in a row
 
     def seat(self, slot: int, pages: Sequence[int]) -> None:
@@ -125,7 +127,7 @@ class KVMap:
     def give(self, slot: int, at: int, pages: Sequence[int]) -> None:
         """Make `pages` the slot's pages from its `at`-th on."""
         size = self.pool.page_size
-        starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * size
+        starts = send(pages, self.table.device).unsqueeze(1) * size
         storage = (starts + self._arange[:size]).view(-1)[: self.table.shape[1] - at * size]
         self.table[slot, at * size : at * size + len(storage)] = storage
         first, count = self._run.get(slot, (0, -1))
@@ -134,13 +136,17 @@ class KVMap:
         else:
             self._run.pop(slot, None)
 
-    def at(self, slots_N: Tensor, positions_N: Tensor, depth_N: Tensor) -> Tensor:
-        """Where the plane of `depth` holds a position of a slot, [N]."""
-        return self.table[slots_N, positions_N] + self.pool.offset(depth_N)
+    def place(self, slot: int, position: int) -> int:
+        """A slot's position as one number, for `at`."""
+        return slot * self.table.shape[1] + position
+
+    def at(self, places_N: Tensor, depth_N: Tensor) -> Tensor:
+        """Where the plane of `depth` holds each place, [N]."""
+        return self.table.view(-1).index_select(0, places_N) + self.pool.offset(depth_N)
 
     def storage(self, pages: Sequence[int]) -> Tensor:
         """Indices of all positions of these pages in every plane, [planes * pages * page_size]."""
-        starts = torch.tensor(pages, device=self.table.device).unsqueeze(1) * self.pool.page_size
+        starts = send(pages, self.table.device).unsqueeze(1) * self.pool.page_size
         plane = (starts + self._arange[: self.pool.page_size]).view(-1)
         planes = torch.arange(self.pool.planes, device=plane.device).unsqueeze(1) * self.pool.positions
         return (planes + plane).view(-1)
@@ -167,21 +173,19 @@ class KVMap:
         return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, parts if chunks else [])
 
     def decode_rows(
-        self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, runs_B: Tensor | None = None
+        self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, ended_B: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). With `runs_B`, rows that do not run
-        write to the pool's scratch page and see one position of the null page."""
+        """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). Rows that `ended_B` says so of
+        write to the pool's scratch page."""
         seen = self._arange[:context] <= positions_B.unsqueeze(1)
         table = self.table[:, :context].index_select(0, slots_B) + self.pool.offset(depth_B).unsqueeze(1)
         write_B = table.gather(1, positions_B.unsqueeze(1)).squeeze(1)
-        if runs_B is not None:
-            write_B = torch.where(runs_B, write_B, self.pool.scratch)
-            seen = torch.where(runs_B.unsqueeze(1), seen, self._arange[:context] == 0)
-            table = torch.where(runs_B.unsqueeze(1), table, 0)
+        if ended_B is not None:
+            write_B = write_B.masked_fill(ended_B, self.pool.scratch)
         # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
-        storage_BT = torch.where(seen, table, 0)
-        mask = torch.zeros(seen.shape, dtype=self.pool.data.dtype, device=seen.device)
-        return write_B, storage_BT, mask.masked_fill_(~seen, float("-inf")).unsqueeze(1).unsqueeze(1)
+        storage_BT = table * seen
+        mask = torch.where(seen, self._open, self._shut)
+        return write_B, storage_BT, mask.unsqueeze(1).unsqueeze(1)
 
     def prompt_rows(self, chunks: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor, list[Chunk]]:
         """(positions [P], where they write [P], chunks) of prompt rows alone, (slot, start, rows, depth) each."""

@@ -112,6 +112,7 @@ def test_settings_add_up_but_for_those_of_rungs_that_did_not_run(models):
         "exit_threshold": 0.5,
         "signals": "exact",
         "lateness": 1,
+        "static_buffers": False,
         "streams": 2,
         "padding": True,
         "concurrency": 1,
@@ -149,7 +150,7 @@ def test_errors_of_the_first_rung_are_the_callers():
 def test_the_ladder_leads_from_a_towards_b(a, b, first, adds):
     start, rungs = ladder(a, b, concurrency=4)
     signals, batch, dtype = adds
-    assert start == first and (signals is None or rungs[0].adds == signals)
+    assert start == first and (signals is None or rungs[0].adds == signals | {"static_buffers": False})
     assert rungs[-2].adds == {"concurrency": batch} and rungs[-1].adds == {"dtype": dtype}
 
 

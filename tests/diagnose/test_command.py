@@ -132,8 +132,8 @@ def test_the_ladder_is_walked_from_the_command_line(capsys):
         (("signals=sync", "signals"), "'signals' is neither"),
         (("concurrency=0", "signals=sync"), "concurrency is 0; allowed"),
         (("signals=sync", "signals=sync", "--baseline", 0), "baseline is 0; allowed"),
-        (("streams=2", "signals=sync"), "no option 'submission'"),
-        (("signals=late", "signals=sync"), "signals is 'late'; allowed"),
+        (("streams=2", "signals=sync"), "is for late signals; signals 'sync' submits nothing ahead"),
+        (("signals=late", "signals=sync"), "unknown signals 'late'; did you mean 'delayed'"),
         (("depth=1", "depth=2", "--limit", 2, "--bisect"), "ask for different work"),
     ],
 )

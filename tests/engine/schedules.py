@@ -17,6 +17,7 @@ import torch
 
 from anydepth.engine.completions import AdversarialCompletions
 from anydepth.engine.engine import Engine
+from anydepth.engine.submission import Submission
 from anydepth.reference.generate import Result, score
 from anydepth.reference.model import Model as Reference
 from anydepth.types import Output, Request, Sampling, Score, Usage
@@ -97,9 +98,12 @@ class Ran:
 
 @dataclass
 class Played:
-    """What a schedule gave, request by request; with a reference, its verdicts."""
+    """What a schedule gave, request by request; how often requests gave way, and prompt tokens that were shared; with a
+    reference, its verdicts."""
 
     ran: list[Ran]
+    preempted: int = 0
+    shared_tokens: int = 0
     verdicts: list[Verdict] = field(default_factory=list)
 
 
@@ -144,6 +148,9 @@ def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync
         "prefix_sharing": rng.choice([True, True, False]),
     }
     late = None if mode == "sync" else rng.getrandbits(32)
+    if late is not None:
+        padding = mode == "resident" and rng.choice([True, False])
+        engine["submission"] = Submission(padding=padding, static_buffers=rng.choice([True, True, False]))
     squeezes = tuple((turn, rng.randint(0, 4)) for turn in range(40) if rng.random() < 0.1) * rng.choice([0, 1])
     eos = tuple(sorted(rng.sample(range(VOCABULARY), rng.randint(0, 2))))
     return Schedule(kind, rng.randint(0, 99), changes, exits, dtype, fill, eos, engine, asked, late, squeezes)
@@ -220,16 +227,16 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
         engine.runner.completions = AdversarialCompletions(schedule.late)
     engine.work, ran_rows = [], [0]
     if schedule.engine.get("signals") == "resident":
-        submit = engine.runner._submit
+        run = engine.runner._run
 
-        def counted(*rows):
-            given = submit(*rows)
-            ran_rows[0] += int(given.ran_B.sum())
-            return given
+        def counted(decode, prompts, known):
+            ran_rows[0] += int(engine.slots.state.numbers_S8[known.slots_B, 3].sum())
+            return run(decode, prompts, known)
 
-        engine.runner._submit = counted
+        engine.runner._run = counted
     watch = Watch(engine)
     played = Played(_run(engine, schedule))
+    played.preempted, played.shared_tokens = engine.scheduler.preempted, engine.pages.shared_tokens
     for one in played.ran:
         one.shared = watch.shared.get(one.request, 0)  # some never ran
     assert_empty(engine)

@@ -318,3 +318,10 @@ def test_an_abort_in_the_middle_of_a_turn_waits_for_its_end(monkeypatch):
 def test_what_is_no_sampling_is_refused(sampling):
     with pytest.raises(ValueError, match="allowed: a Sampling"):
         Engine(twins(seed=3)[0]).prepare(PROMPT, sampling)
+
+
+@pytest.mark.parametrize("more", [{"priority": 1}, {"id": "x"}, {"sampling": Sampling()}])
+def test_a_prepared_request_takes_no_more_settings(more):
+    engine = Engine(twins(seed=3)[0])
+    with pytest.raises(ValueError, match="has its sampling, id and priority; give them to prepare"):
+        engine.submit(engine.prepare(PROMPT), **more)

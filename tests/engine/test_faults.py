@@ -14,6 +14,7 @@ import pytest
 from anydepth.engine import runner, sampling, text
 from anydepth.engine.engine import Engine
 from anydepth.engine.plan import Sequence
+from anydepth.engine.requests import Requests
 from anydepth.engine.runner import Runner
 from anydepth.engine.sampling import Sampler
 from anydepth.engine.scheduler import Scheduler
@@ -96,23 +97,25 @@ FAULTS = {
         Runner, "_fill", "if not self.fill.copies:", "if True:", depth_1
     ),
     "copies are of plane 1, not of the readout depth's": Fault(
-        KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N % self.positions)", depth_2
+        KVPool, "copy_deeper", "index_select(2, source_NR.reshape(-1))",
+        "index_select(2, source_NR.reshape(-1) % self.positions)", depth_2
     ),
     "copies reach the next plane only": Fault(
         KVPool, "copy_deeper", "self._deeper.index_select(0, depth_N)",
         "self._deeper.index_select(0, depth_N).clamp(max=self.positions)", depth_1,
     ),
     "copies are of the neighbouring position": Fault(
-        KVPool, "copy_deeper", "index_select(2, storage_N)", "index_select(2, storage_N - 1)", depth_1
+        KVPool, "copy_deeper", "index_select(2, source_NR.reshape(-1))",
+        "index_select(2, source_NR.reshape(-1) - 1)", depth_1
     ),
     "decode rows of all depths write and read plane 1": Fault(
-        KVPool, "offset", "(depth_N - 1) * self.positions", "0 * depth_N", together
+        KVPool, "offset", "index_select(0, depth_N)", "index_select(0, 0 * depth_N + 1)", together
     ),
     "prompts of all depths write and read plane 1": Fault(
         KVMap, "_plane", "(depth - 1) * self.pool.positions", "0 * depth", partial(lone, (5, TWO))
     ),
     "beyond a row's length its pages are read": Fault(
-        KVMap, "decode_rows", "torch.where(seen, table, 0)", "table", partial(lone, (9, TWO), (2, TWO))
+        KVMap, "decode_rows", "table * seen", "table", partial(lone, (9, TWO), (2, TWO))
     ),
     "a row does not see itself": Fault(KVMap, "decode_rows", "<= positions_B", "< positions_B", together),
     "a chunk's rows see the next one": Fault(
@@ -185,7 +188,7 @@ FAULTS = {
         test_scheduler.test_a_large_request_is_overtaken_so_often_and_no_more,
     ),
     "positions count from one": Fault(
-        Sequence, "position", "return self.prefill_end", "return 1 + self.prefill_end", partial(lone, (3, TWO))
+        Sequence, "position", "return self.first_position", "return 1 + self.first_position", partial(lone, (3, TWO))
     ),
     "a layered turn takes rows of every depth": Fault(
         Scheduler, "_plan", "if s.depth == segment]", "]", one_after_the_other
@@ -255,7 +258,7 @@ FAULTS = {
         TextStream, "push", "if fresh:", "if True:", test_text.test_words_come_with_their_spaces
     ),
     "the model's length does not end a request": Fault(
-        Engine, "prepare", "max_tokens=min(sampling.max_tokens, room)", "max_tokens=sampling.max_tokens",
+        Requests, "make", "else min(sampling.max_tokens, room)", "else sampling.max_tokens",
         lambda: assert_lone_runs(twins(seed=4, max_position_embeddings=8), [(prompt(6), {})], fill="full"),
     ),
 }  # fmt: skip

@@ -76,15 +76,16 @@ FAULTS = {
     # -- late rounds --------------------------------------------------------------------------------------------------
     "planes are finalised before the late round writes": Fault(
         LateRunner, "_advance", "h_Nd = self.model.segment(",
-        "at = self._index(row.start for row in decode);"
-        "self.fill.leave(self.slots.pool, self.slots.map.at(slots_B, at, (depth_B - 1).clamp(min=1)),"
-        " (depth_B - 1).clamp(min=1)) if decode else None;"
+        "at = self.slots.map.at(slots_B * self.slots.map.table.shape[1] + start_B, (depth_B - 1).clamp(min=1));"
+        "self.fill.leave(self.slots.pool, at, (depth_B - 1).clamp(min=1)) if decode else None;"
         "h_Nd = self.model.segment(",
-        exact, also=(LateRunner, "_finalise", "self.fill.leave(self.slots.pool, storage, depth_L[at])", "pass"),
+        exact, also=(LateRunner, "_leave",
+              "self.fill.leave(slots.pool, slots.map.at(places, depth), depth)", "pass"),
     ),
     "a stale result is trusted by its id": Fault(
-        LateScheduler, "update", "sequence = outcome.sequence",
-        "sequence = self.sequences.get(outcome.sequence.request.id, outcome.sequence)", abort_and_again,
+        LateScheduler, "update", "for sequence, read, row, leaves in result.outcomes:",
+        "for sequence, read, row, leaves in "
+        "((self.sequences.get(s.request.id, s), *rest) for s, *rest in result.outcomes):", abort_and_again,
     ),
     "the snapshot is the previous tenant's": Fault(
         LateRunner, "_advance", "index_copy_(0, slots_B, carried[: len(decode)])",
@@ -97,7 +98,7 @@ FAULTS = {
         LateScheduler, "_leave", "depth, kept = s.leaves_at, True", "depth, kept = s.leaves_at, False", exact
     ),
     "round k + 2 runs before the answer of round k": Fault(
-        LateScheduler, "_runs", "ran <= s.answered + 1", "ran <= s.answered + 2", partial(exact, late=2)
+        LateScheduler, "_goes", "ran <= s.answered + 1", "ran <= s.answered + 2", partial(exact, late=2)
     ),
     "no late round where the answer came early": Fault(
         LateScheduler, "_target", "min(s.leaves_at + 1, high)",
@@ -108,7 +109,7 @@ FAULTS = {
         partial(late, "exact", gated(exit_threshold=0.3), late=4),
     ),
     "a token that may still be a stop id counts as executed": Fault(
-        LateScheduler, "_submitted", "s.in_flight += row.length", "pass", partial(exact, eos_ids=(9,))
+        LateScheduler, "next", "sequence.in_flight += 1", "pass", partial(exact, eos_ids=(9,))
     ),
     "`delayed` reads what the policy saw": Fault(
         LateScheduler, "_leave", "s.leaves_at is not None and not self.reads_late", "s.leaves_at is not None",
@@ -185,16 +186,18 @@ FAULTS = {
         partial(late, "resident", Asked(0, prompt(3), {"max_tokens": 9, "depth": 1}), late=2, page_size=1),
     ),
     "a row that ended goes on": Fault(
-        resident_turn, "run_turn", "state.runs_S[slots_L] & ~(left_L & ends_L)", "state.runs_S[slots_L]",
-        partial(resident, late=2),
+        resident_turn, "run_turn", "runs * (on == left)", "runs", partial(resident, late=2)
+    ),
+    "a row that ended moves on": Fault(
+        resident_turn, "run_turn", "on = left & goes_on", "on = left",
+        partial(late, "resident", gated(), gated(7, max_tokens=2), late=2, fill="full"),
     ),
     "a row that ended writes where it stood": Fault(
-        KVMap, "decode_rows", "torch.where(runs_B, write_B, self.pool.scratch)", "write_B",
+        KVMap, "decode_rows", "write_B.masked_fill(ended_B, self.pool.scratch)", "write_B",
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2),
     ),
     "the device knows no stop id": Fault(
-        resident_turn, "run_turn", "(asks.stop_SK[slots_L] == token_L.unsqueeze(1)).any(1) |", "",
-        partial(resident, eos_ids=(9,), late=2),
+        resident_turn, "run_turn", "if kind.stops:", "if False:", partial(resident, eos_ids=(9,), late=2)
     ),
     "an id more than there was room for is no stop id": Fault(
         ResidentSlots, "_seat_stop_ids", "if len(ids) > self.asks.stop_SK.shape[1]:",
@@ -202,11 +205,11 @@ FAULTS = {
         partial(resident, eos_ids=tuple(range(1, 17)), late=2),
     ),
     "every row is sampled as the first is": Fault(
-        resident_turn, "_choose", "asks.sampled_S[slots_L]", "asks.sampled_S[slots_L[:1]]",
+        resident_turn, "_choose", "asks.sampled_S.index_select(0, slots)", "asks.sampled_S[slots[:1]]",
         partial(late, "resident", gated(), gated(7, **sampled)),
     ),
     "uniforms do not follow the output": Fault(
-        resident_turn, "_choose", "output_L.clamp(", "(0 * output_L).clamp(",
+        resident_turn, "_choose", "asks.uniform_SI[slots, output]", "asks.uniform_SI[slots, 0 * output]",
         partial(late, "resident", gated(**sampled)),
     ),
     "what is in flight stays when all have ended": Fault(

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import Plan, Read, Result, Save, Seat, TurnWork
+from anydepth.engine.prefix import common_beginning
 from anydepth.engine.scheduler import Scheduler
 from anydepth.engine.waiting import BYPASSES, fits_host
 from anydepth.types import Chunk, Request, Sampling
@@ -261,9 +262,10 @@ def test_all_can_end_where_host_memory_holds_those_that_do_not_fit_together():
     for id in "abc":
         world.submit(id)
     a, b, c = world.scheduler.waiting
-    assert fits_host([(c, 3), (a, 4), (b, 5)], 10, 3) and not fits_host([(c, 3), (a, 4), (b, 5)], 10, 2)
-    b.saved = "out already"
-    assert fits_host([(a, 4), (b, 5)], 10, 5) and not fits_host([(a, 4), (b, 5)], 10, 4)
+    assert fits_host([(c, 3), (a, 4), (b, 5)], 10, 4, 3) and not fits_host([(c, 3), (a, 4), (b, 5)], 10, 4, 2)
+    assert fits_host([(a, 4), (b, 5)], 10, 1, 5) and not fits_host([(a, 4), (b, 5)], 10, 1, 4)
+    b.stored = 2
+    assert fits_host([(a, 4), (b, 5)], 10, 4, 5) and not fits_host([(a, 4), (b, 5)], 10, 4, 4)
 
 
 def test_the_beginning_of_a_prompt_is_prefilled_once():
@@ -277,6 +279,21 @@ def test_the_beginning_of_a_prompt_is_prefilled_once():
     assert b.pages[:2] == a.pages[:2] and b.pages[2] != a.pages[2] and b.shared == 10
     assert [(row.start, row.length) for row in plan.rows if row.prefill] == [(10, 1)]
     assert world.pages.shared_tokens == 10 and world.pages.copied == 1 and world.pages.known >= 3
+    world.drain()
+
+
+def test_of_equal_prompts_that_come_together_one_is_prefilled():
+    """The others wait until its pages are there; a prompt that begins otherwise does not."""
+    world = World(Random(0), segments=2, slots=4, pages=Pages(40, 4, sharing=True), max_batched_tokens=64, stops=False)
+    for id in "abc":
+        world.submit(id, ids=(1, 2, 3, 4, 5, 6), max_tokens=3)
+    world.submit("other", ids=(9, 2, 3, 4, 5, 6), max_tokens=3)
+    world.turn()
+    assert world.admitted == ["a", "other"]
+    world.turn()
+    plan = world.turn()
+    assert world.admitted == ["a", "other", "b", "c"] and world.pages.shared_tokens == 2 * 5
+    assert [(row.start, row.length) for row in plan.rows if row.prefill] == [(5, 1), (5, 1)]
     world.drain()
 
 
@@ -395,3 +412,27 @@ def test_what_follows_a_forgotten_page_is_forgotten_too():
     assert pages.find((1, 2, 3, 4), 4) == ([], 0) and pages.known == 0
     pages.give_back([two])
     assert pages.available == 1
+
+
+def test_one_slot_and_rising_priorities():
+    """Each takes the slot of the one before: where host memory holds one of them, the third waits."""
+    world = World(Random(0), slots=1, pages=Pages(12, 4), host_pages=4, stops=False)
+    for n in range(3):
+        world.submit(str(n), prompt=13, max_tokens=4, priority=n)
+        world.turn()
+        world.turn()
+    world.drain()
+
+
+@given(st.data())
+@EXAMPLES
+def test_the_longest_known_beginning_is_found(data):
+    """As a search over all prompts finds it."""
+    words = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
+    prompts, wanted = data.draw(st.lists(words, min_size=1, max_size=9)), data.draw(words)
+    pages = Pages(200, 3, sharing=True)
+    for prompt in prompts:
+        pages.publish(prompt, pages.take(pages.needed(len(prompt))))
+    found, positions = pages.find(wanted, len(wanted))
+    assert positions == max(common_beginning(prompt, wanted) for prompt in prompts)
+    assert len(found) == pages.needed(positions)

@@ -1,0 +1,222 @@
+"""What a signal mode costs per executed segment, beside `sync`: decode only, signals one turn late, adaptive exits.
+
+The modes take turns on the same requests, round by round, and a pair is a ratio of their sums. Time is that of the
+processor, since other programs share the machine (the wall clock stands beside it); all runs on one thread. `resident`
+reads out, samples and embeds in every turn, whether or not a row leaves: what that costs is measured alone on as many
+rows, and its ratio is given with and without it. Of a row that is alone the host must know plane and position to read
+its K/V as a slice, which with `resident` it does not: "sync, gathered" is `sync` without that slice.
+
+    python benchmarks/late_signals.py --out runs/late_signals
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from anydepth.bench.roofline import spread
+from anydepth.bench.rows import write_rows
+from anydepth.engine.engine import Engine
+from anydepth.engine.sampling import greedy
+from anydepth.models.base import Model
+from anydepth.models.load import load_checkpoint
+from anydepth.models.nano.questions import questions
+from anydepth.models.ouro import Ouro
+from anydepth.types import Sampling
+
+SYNC, GATHERED = "sync", "sync, gathered"
+MODES = (SYNC, "exact", "resident", GATHERED)
+LARGE = {
+    "model_type": "ouro",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 1024,
+    "max_position_embeddings": 512,
+    "total_ut_steps": 4,
+}
+GATE_BIAS = 0.3  # depths of 1 to 4 at a threshold of 0.7
+
+
+class Cost(NamedTuple):
+    """Decode segments that were executed, turns, and seconds: of the processor, and of the clock on the wall."""
+
+    executed: int
+    turns: int
+    cpu_s: float
+    wall_s: float
+
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def cpu_us(self) -> float:
+        """A segment's microseconds of the processor."""
+        return self.cpu_s / self.executed * 1e6
+
+    @property
+    def wall_us(self) -> float:
+        return self.wall_s / self.executed * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="nano,large")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path("runs/late_signals"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    checkpoint = load_checkpoint("nano")
+    rows = []
+    for name in options.models.split(","):
+        model = checkpoint.model if name == "nano" else random_ouro(LARGE, seed=0)
+        for concurrency in map(int, options.concurrency.split(",")):
+            asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
+            rounds = max(1, 48 // concurrency) if name == "nano" else 1
+            rows += compare(name, model, asked, pairs=options.pairs, rounds=rounds)
+            for row in rows:
+                if row["model"] == name and row["concurrency"] == concurrency:
+                    print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    settings = {**vars(options), "benchmark": "late_signals", "out": None}
+    write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
+
+
+def nano_asked(checkpoint: Any, concurrency: int) -> list[tuple[list[int], Sampling]]:
+    """The longest explanations at the threshold of the study, each as long as the right answer."""
+    chosen = [q for q in questions("validation") if q.kind == "why" and q.difficulty == 6][:concurrency]
+    encode = checkpoint.tokenizer.encode
+    return [
+        (encode(q.prompt), Sampling(max_tokens=len(encode(q.answer)), exit_threshold=0.5, ignore_eos=True))
+        for q in chosen
+    ]
+
+
+def random_asked(concurrency: int) -> list[tuple[list[int], Sampling]]:
+    draw = random.Random(0)
+    ask = Sampling(max_tokens=24, exit_threshold=0.7, ignore_eos=True)
+    return [([draw.randrange(LARGE["vocab_size"]) for _ in range(24)], ask) for _ in range(concurrency)]
+
+
+def compare(
+    name: str, model: Model, asked: list[tuple[list[int], Sampling]], *, pairs: int, rounds: int
+) -> list[dict[str, Any]]:
+    """One row for each mode but `sync`: medians (least, most) over the pairs, each of so many rounds."""
+    modes = MODES if len(asked) == 1 else MODES[:-1]
+    engines = {mode: new_engine(model, mode, asked) for mode in modes}
+    for engine in engines.values():
+        decode(engine, asked)
+    costs: dict[str, list[Cost]] = {mode: [] for mode in modes}
+    readout_us = []
+    for _ in range(pairs):
+        sums = dict.fromkeys(modes, Cost(0, 0, 0.0, 0.0))
+        for n in range(rounds):
+            for mode in modes if n % 2 else modes[::-1]:
+                sums[mode] += decode(engines[mode], asked)
+        for mode in modes:
+            costs[mode].append(sums[mode])
+        readout_us.append(readout_cost(model, len(asked)))
+    a_row = [us / len(asked) for us in readout_us]
+    rows = []
+    for mode in modes[1:]:
+        ratios = [cost.cpu_us / sync.cpu_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)]
+        row = {
+            "model": name,
+            "concurrency": len(asked),
+            "signals": mode,
+            "sync_us_per_segment": rounded(spread([cost.cpu_us for cost in costs[SYNC]])),
+            "us_per_segment": rounded(spread([cost.cpu_us for cost in costs[mode]])),
+            "ratio": rounded(spread(ratios)),
+            "wall_ratio": rounded(
+                spread([cost.wall_us / sync.wall_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)])
+            ),
+            "executed": costs[mode][0].executed,
+            "sync_executed": costs[SYNC][0].executed,
+            "sync_turns": costs[SYNC][0].turns,
+            "turns": costs[mode][0].turns,
+        }
+        if mode == "resident":
+            beyond = [
+                (cost.cpu_us - us) / sync.cpu_us for cost, sync, us in zip(costs[mode], costs[SYNC], a_row, strict=True)
+            ]
+            row |= {"readout_us_per_row": rounded(spread(a_row)), "ratio_beyond_readout": rounded(spread(beyond))}
+        rows.append(row)
+    return rows
+
+
+def new_engine(model: Model, mode: str, asked: list[tuple[list[int], Sampling]]) -> Engine:
+    pages = sum((len(prompt) + ask.max_tokens) // 16 + 1 for prompt, ask in asked)
+    signals = SYNC if mode == GATHERED else mode
+    engine = Engine(
+        model, signals=signals, max_batch=len(asked), kv_pages=pages, max_batched_tokens=4096, prefix_sharing=False
+    )
+    if mode == GATHERED:
+        engine.runner.lone_chunk = False
+    return engine
+
+
+def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
+    """Prefill all prompts together, then time the turns from the first without a prompt row to the end."""
+    for prompt, ask in asked:
+        engine.submit(prompt, ask)
+    while engine.scheduler.waiting or any(sequence.prefilling for sequence in engine.scheduler.running.values()):
+        engine.step()
+    outputs, turns = [], engine.scheduler.turn
+    cpu, wall = time.process_time(), time.perf_counter()
+    while not engine.idle:
+        outputs += [chunk.output for chunk in engine.step() if chunk.output]
+    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    executed = sum(output.usage.segments_executed for output in outputs)
+    return Cost(executed, engine.scheduler.turn - turns, cpu, wall)
+
+
+@torch.inference_mode()
+def readout_cost(model: Model, rows: int) -> float:
+    """Microseconds of one turn's readout, greedy choice, stop check and next embedding, as `resident` makes them."""
+    h_Bd = torch.randn(rows, model.shape.hidden)
+    left, limit = torch.ones(rows, dtype=torch.bool), torch.full((rows,), 60)
+    output, slots, pool = torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.zeros_like(h_Bd)
+
+    def turn() -> None:
+        token = greedy(model.readout(model.shape.segments, h_Bd))
+        goes_on = output + 1 < limit
+        pool.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), h_Bd))
+        torch.stack((token, output, left & goes_on))
+
+    return per_call_us(turn, calls=50)
+
+
+def per_call_us(call: Callable[[], None], *, calls: int) -> float:
+    for _ in range(5):
+        call()
+    start = time.process_time()
+    for _ in range(calls):
+        call()
+    return (time.process_time() - start) / calls * 1e6
+
+
+def rounded(values: Any) -> list[float]:
+    return [round(float(value), 4) for value in values]
+
+
+def random_ouro(config: dict[str, Any], *, seed: int) -> Ouro:
+    """A model whose numbers are small and random, and a gate that lets tokens go at all depths."""
+    model = Ouro(config, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for slot in model.slots().values():
+        slot.copy_(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
+    model.slots()["model.early_exit_gate.bias"].fill_(GATE_BIAS)
+    model.pack()
+    return model
+
+
+if __name__ == "__main__":
+    main()
