@@ -72,11 +72,15 @@ def generate(
     stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop id; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
     logprobs: Annotated[str | None, typer.Option(help="raw or processed: print each token's logprob.")] = None,
-    exit_policy: Annotated[str | None, typer.Option(help="never, fixed, gate_cdf or trace.")] = None,
+    exit_policy: Annotated[str | None, typer.Option(help="never, fixed, interval, gate_cdf or trace.")] = None,
     exit_threshold: Annotated[float, typer.Option(help="Below 1: leave when the gate's probability reaches it.")] = 1.0,
     min_depth: Annotated[int, typer.Option(help="Never leave before this segment.")] = 1,
     max_depth: Annotated[int | None, typer.Option(help="Always leave at this segment.")] = None,
     depth: Annotated[int | None, typer.Option(help="Read every token at this depth.")] = None,
+    interval: Annotated[
+        int | None, typer.Option(help="Every n-th token at full depth, others at --shallow-depth.")
+    ] = None,
+    shallow_depth: Annotated[int | None, typer.Option(help="Depth of the tokens between, with --interval.")] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 is best on a busy machine.")] = None,
     fill: Annotated[
         str | None, typer.Option(help="full, last_exited (default of looped models) or shared: K/V of skipped depths.")
@@ -124,6 +128,8 @@ def generate(
         min_depth=min_depth,
         max_depth=max_depth,
         depth=depth,
+        interval=interval,
+        shallow_depth=shallow_depth,
     )
     prompts = prompt or ["-"]
     if "-" in prompts:

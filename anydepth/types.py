@@ -45,7 +45,8 @@ def strict_options(cls: type[C]) -> type[C]:
 class Sampling:
     """How one prompt is answered: length, randomness, stopping, and how deep each token thinks.
 
-    Depths count segments, 1..R. `depth=d` means policy `fixed`, `trace=` means `trace`, `exit_threshold` below 1 means
+    Depths count segments, 1..R. `depth=d` means policy `fixed`, `trace=` means `trace`, `interval=n` means `interval`
+    (every n-th decode token at full depth, those between at `shallow_depth`), `exit_threshold` below 1 means
     `gate_cdf`; with none of them every token runs all R segments (`never`). `trace` is one depth for every output the
     request may produce, the first of them R. `seed=None` draws a seed, which the Output records.
 
@@ -68,6 +69,8 @@ class Sampling:
     min_depth: int = 1
     max_depth: int | None = None
     depth: int | None = None
+    interval: int | None = None
+    shallow_depth: int | None = None
     trace: Sequence[int] | None = None
     first_token: Literal["prefill", "policy"] = "prefill"
 
@@ -79,7 +82,14 @@ class Sampling:
             set_("trace", _sequence("trace", self.trace, "depths"))
         for name in ("max_tokens", "n", "min_depth"):
             _whole(name, getattr(self, name), least=1)
-        for name, least in (("top_k", 1), ("max_depth", 1), ("depth", 1), ("seed", 0)):
+        for name, least in (
+            ("top_k", 1),
+            ("max_depth", 1),
+            ("depth", 1),
+            ("interval", 1),
+            ("shallow_depth", 1),
+            ("seed", 0),
+        ):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least=least)
         if self.seed is not None and self.seed >= 2**64:
@@ -93,6 +103,8 @@ class Sampling:
             raise ValueError(f"logprobs is {self.logprobs!r}; allowed: None, 'raw', 'processed'")
         if self.exit_policy is not None and not isinstance(self.exit_policy, str):
             raise ValueError(f"exit_policy is {self.exit_policy!r}; allowed: a policy's name, or None")
+        if self.shallow_depth is not None and self.interval is None:
+            raise ValueError(f"shallow_depth is {self.shallow_depth}, but no interval is given; give interval=n too")
         if self.first_token not in ("prefill", "policy"):
             raise ValueError(f"first_token is {self.first_token!r}; allowed: 'prefill', 'policy'")
         for text in self.stop:

@@ -53,7 +53,7 @@ def test_generate_takes_signals(capsys):
         said.append(json.loads(capsys.readouterr().out.splitlines()[-1])["result"]["outputs"][0])
     sync, exact, delayed = said
     assert exact["token_ids"] == sync["token_ids"] and exact["depths"] == sync["depths"] != delayed["depths"]
-    with pytest.raises(ValueError, match="unknown signals 'exakt'; did you mean 'exact'"):
+    with pytest.raises(ValueError, match="signals is 'exakt'; allowed: 'sync', 'delayed', 'exact', 'resident'"):
         run("generate", question, "--signals", "exakt")
     with pytest.raises(ValueError, match="lateness is 9; allowed"):
         run("generate", question, "--signals", "exact", "--lateness", 9)

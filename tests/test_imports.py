@@ -35,6 +35,7 @@ MAY_IMPORT = {
     "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
 }
 COMMANDS = {
+    "__main__",
     "cli",
     "cli_diagnose",
     "cli_eval",

@@ -76,7 +76,10 @@ def workplace_of(
 
 
 def sides_of(place: Workplace, sources: Sequence[Source]) -> list[Side]:
-    """Records as they stand, settings after they have been run."""
+    """Records as they stand, settings after they have been run; a slip in either shows before anything is."""
+    for source in sources:
+        if not isinstance(source, Record):
+            place.check(source)
     return [
         Side.of(source) if isinstance(source, Record) else place.run(source, folder)
         for source, folder in zip(sources, "AB", strict=True)

@@ -10,6 +10,8 @@ from anydepth.diagnose.bisect import Bisection
 from anydepth.diagnose.divergence import CLASSES, Diagnosis, Divergence
 from anydepth.eval.compare.words import factor_words
 
+MOST_LINES = 40
+
 
 def print_diagnosis(found: Diagnosis) -> None:
     """Counts of each class, then a line for every answer that differs."""
@@ -29,7 +31,7 @@ def print_diagnosis(found: Diagnosis) -> None:
     for heading in ("question", "at", "context", "tokens", "depths", "margin", "gate\nmargin", "class"):
         words = heading in ("context", "class")
         lines.add_column(heading, no_wrap=not words, min_width=9 if words else None)
-    for each in found.divergences:
+    for each in found.divergences[:MOST_LINES]:
         answer = f" ({each.answer_index})" if each.answer_index else ""
         margins = each.margins
         lines.add_row(
@@ -43,6 +45,8 @@ def print_diagnosis(found: Diagnosis) -> None:
             each.kind,
         )
     console.print(lines)
+    if (more := len(found.divergences) - MOST_LINES) > 0:
+        console.print(f"and {more:,} more: --out has them all, in diagnosis.json")
 
 
 def print_bisection(found: Bisection) -> None:

@@ -77,6 +77,13 @@ class Workplace:
     def questions(self) -> list[Question]:
         return self.loaded_task.select(split=self.split, limit=self.limit, ids=self.ids)
 
+    def check(self, given: Settings) -> None:
+        """ValueError for settings that `run` would refuse, as far as it can be told without a model."""
+        from anydepth.engine.signals import named_mode
+
+        _, options, _ = parse(given, concurrency=self.concurrency)
+        named_mode(options.get("signals", "sync"), options.get("lateness"))
+
     def run(self, given: Settings, folder: str) -> Side:
         """Answer the questions under these settings into `folder`; an interrupted run goes on where it stopped.
 

@@ -31,8 +31,13 @@ def add_token(sequence: Sequence, read: Read) -> Chunk:
 
 def cut_short(sequence: Sequence, reason: FinishReason) -> Chunk:
     """The last Chunk of a request that ends without another token, with the text that was held back."""
-    text = sequence.request.text
-    return _last(sequence, reason, text.end() if text is not None else None)
+    text, rest = sequence.request.text, None
+    if text is not None:
+        try:
+            rest = text.end()
+        except Exception:  # what cannot be decoded may be why it ends; it must let go of what it holds all the same
+            rest = ""
+    return _last(sequence, reason, rest)
 
 
 def _ending(sequence: Sequence, token: int) -> tuple[FinishReason | None, str | None]:

@@ -24,14 +24,18 @@ class Buffer:
     """Host memory for the outcomes of one turn. What is put in is read once, after the device has written it; whoever
     has read the last of it gives it back.
 
-    numbers [3, size]: tokens, their readout depths, and answers (1: leaves). logprob, matches [size]: of the tokens.
+    numbers [3, n], n <= size: tokens, their readout depths, and answers (1: leaves). logprob, matches [size]: of the
+    tokens. Every copy goes to contiguous memory: any other from a GPU would pass through memory that is not pinned, and
+    wait.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.numbers = torch.zeros(3, size, dtype=torch.int64, pin_memory=pinned)
+        self._memory = torch.zeros(3 * size, dtype=torch.int64, pin_memory=pinned)
+        self.numbers = self._memory.view(3, size)
         self.logprob = torch.zeros(size, dtype=torch.float64, pin_memory=pinned)
         self.matches = torch.zeros(size, dtype=torch.bool, pin_memory=pinned)
+        self._device = device
         self._done: Any = torch.cuda.Event() if pinned else None
         self._lists: dict[str, Any] = {}
 
@@ -44,15 +48,19 @@ class Buffer:
     ) -> None:
         """Copy all that the turn gives to the beginnings of the fields, of the numbers line by line (or all lines at
         once), without waiting for it."""
+        self.numbers = self._memory.view(3, -1)
         for line, values in numbers:
-            if values is not None:
-                self.numbers[line, : values.shape[-1]].copy_(values, non_blocking=True)
+            if line == ALL_LINES and values is not None:
+                self.numbers = self._memory[: values.numel()].view(values.shape)
+                self.numbers.copy_(values, non_blocking=True)
+            elif values is not None:
+                self.numbers[line, : len(values)].copy_(values, non_blocking=True)
         if logprob is not None:
             self.logprob[: len(logprob)].copy_(logprob, non_blocking=True)
         if matches is not None:
             self.matches[: len(matches)].copy_(matches, non_blocking=True)
         if self._done is not None:
-            self._done.record()
+            self._done.record(torch.cuda.current_stream(self._device))
 
     def read(self, name: str) -> Any:
         """A field as a list; waits for the device when it has to."""

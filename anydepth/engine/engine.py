@@ -60,20 +60,15 @@ class Engine:
         certificate: Certificate | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        for name, value in (
-            ("max_batch", max_batch),
-            ("page_size", page_size),
-            ("kv_pages", 1 if kv_pages is None else kv_pages),
-            ("max_batched_tokens", max_batched_tokens),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
-        if not isinstance(prefix_sharing, bool):
-            raise ValueError(f"prefix_sharing is {prefix_sharing!r}; allowed: True, False")
+        _check_whole(
+            max_batch=max_batch,
+            page_size=page_size,
+            kv_pages=1 if kv_pages is None else kv_pages,
+            max_batched_tokens=max_batched_tokens,
+        )
+        _check_flags(prefix_sharing=prefix_sharing, batch_invariant=batch_invariant)
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
-        if not isinstance(batch_invariant, bool):
-            raise ValueError(f"batch_invariant is {batch_invariant!r}; allowed: True, False")
         self.model = model
         self.fill = load_fill(fill, model.shape)
         self.gate_dtype = gate_dtype
@@ -82,6 +77,10 @@ class Engine:
         if kv_pages is None:
             kv_pages = default_pages(model, self.fill.planes(shape), max_batch, page_size)
         self.mode, self.lateness = load_mode(signals, lateness, self.fill, shape)
+        if submission is not None and not isinstance(submission, Submission):
+            raise ValueError(
+                f"submission is {submission!r}; allowed: a Submission, or None for all that the device can"
+            )
         self.submission = submission or default_submission(self.mode.name, model.device)
         self.submission.check(self.mode.name, model.device)
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
@@ -185,9 +184,9 @@ class Engine:
         """Run one turn and return the tokens that came out of it; [] when idle. If a turn raises, the requests that
         were running end with `error`, those that wait stay, and the error goes to the caller."""
         aborted, self._aborted = self._aborted, []
-        self._account(None, aborted)
         if self.scheduler.idle:
             self.runner.drain()
+            self._account(None, aborted)
             return aborted
         self._stepping = True
         self.scheduler.said = []
@@ -197,7 +196,7 @@ class Engine:
             result = self.runner.run(plan)
             chunks = self.scheduler.update(plan, result)
         except BaseException:
-            self._aborted += [chunk for chunk in self.scheduler.said if chunk.finish_reason]
+            self._aborted += aborted + [chunk for chunk in self.scheduler.said if chunk.finish_reason]
             for request_id in self.scheduler.unfinished():
                 self._drop(request_id, "error")
             raise
@@ -205,7 +204,7 @@ class Engine:
             self._stepping = False
             while self._to_abort:
                 self._drop(self._to_abort.pop(), "abort")
-        self._account(result.work, chunks)
+        self._account(result.work, aborted + chunks)
         if self.scheduler.idle:
             self.runner.drain()
         return aborted + chunks
@@ -244,11 +243,10 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was made, and what is held now."""
         shape = self.model.shape
-        tallies = {
-            name: int(state[:, column].sum())
-            for policy, state in self.slots.states.items()
-            for name, column in policy.tallies.items()
-        }
+        tallies = Counter[str]()
+        for policy, state in self.slots.states.items():
+            for name, column in policy.tallies.items():
+                tallies[name] += int(state[:, column].sum())
         return {
             "turns": self.scheduler.turn,
             "running": len(self.scheduler.running),
@@ -302,6 +300,18 @@ class Engine:
                 self._ends[chunk.output.finish_reason] += 1
             if ended := chunk.score or chunk.output:
                 self._usage += ended.usage
+
+
+def _check_whole(**options: Any) -> None:
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
+
+
+def _check_flags(**options: Any) -> None:
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; allowed: True, False")
 
 
 def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:

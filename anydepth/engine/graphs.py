@@ -27,10 +27,11 @@ class Graphs:
     the graphs take `budget_bytes`, or a capture has failed, no more are captured, and other turns run eagerly.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes, self.used_bytes, self.replayed = budget_bytes, 0, 0
+    def __init__(self, budget_bytes: int, device: torch.device) -> None:
+        self.budget_bytes, self.used_bytes, self.replayed, self.device = budget_bytes, 0, 0, device
         self._captured: dict[Hashable, Captured | None] = {}
         self._pool: Any = None
+        self._stream: Any = None
 
     def run(self, key: Hashable, slots_B: Tensor, turn: Callable[[Tensor], Given]) -> Given:
         """turn(slots_B), replayed where it can be."""
@@ -46,11 +47,6 @@ class Graphs:
         captured.graph.replay()
         self.replayed += 1
         return captured.given
-
-    def clear(self) -> None:
-        """Forget all graphs: tensors that they read have been replaced."""
-        self._captured.clear()
-        self.used_bytes, self._pool = 0, None
 
     def _capture(self, key: Hashable, slots_B: Tensor, turn: Callable[[Tensor], Given]) -> Captured | None:
         before, graph, static_B = self._reserved_bytes(), self._new_graph(), slots_B.clone()
@@ -70,7 +66,10 @@ class Graphs:
         return torch.cuda.CUDAGraph()
 
     def _capturing(self, graph: Any) -> Any:
-        return torch.cuda.graph(graph, pool=self._pool)
+        if self._stream is None:  # of the model's device, which need not be the current one
+            self._stream = torch.cuda.Stream(self.device)
+        return torch.cuda.graph(graph, pool=self._pool, stream=self._stream)
 
     def _reserved_bytes(self) -> int:
-        return torch.cuda.memory_reserved()
+        torch.cuda.empty_cache()  # as a capture does when it begins: what it frees would hide what the graph takes
+        return torch.cuda.memory_reserved(self.device)

@@ -11,13 +11,31 @@ import torch
 from torch import Tensor
 
 from anydepth.engine.completions import ANSWERS, DEPTHS, TOKENS, Buffers, Completions, Part, Submitted
-from anydepth.engine.plan import LateResult, Leave, Plan, Sequence
+from anydepth.engine.plan import LateResult, Leave, Plan, Row, Sequence
 from anydepth.engine.runner import Leaving, Runner, turn_work
 from anydepth.engine.sampling import Choice, Draw
 from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
+
+ENDED, SAID, COUNTS = -1, 0, 1
+
+
+class LateSlots(Slots):
+    """tallied_S: whether what a policy tallies of a slot's rounds COUNTS, or is of a token of which it has SAID that it
+    leaves, or of one after a stop id, with which the request has ENDED."""
+
+    def __init__(self, model: Model, fill: Fill, **options: int) -> None:
+        super().__init__(model, fill, **options)
+        self.tallied_S = torch.full((len(self.h_Sd),), COUNTS, device=self.device)
+
+    def rows(self) -> list[Tensor]:
+        return [*super().rows(), self.tallied_S]
+
+    def _seat(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> None:
+        self.tallied_S[slot] = COUNTS
+        super()._seat(sequence, slot, pages)
 
 
 class Left(NamedTuple):
@@ -32,11 +50,13 @@ class LateRunner(Runner):
     """A turn: rows that leave are read, sampled and embedded, then every row of the plan runs its segment and its
     policy decides. `reads_late`: see `LateScheduler`."""
 
+    slots: LateSlots
+
     def __init__(
         self,
         model: Model,
         fill: Fill,
-        slots: Slots,
+        slots: LateSlots,
         *,
         completions: Completions,
         submission: Submission,
@@ -81,6 +101,8 @@ class LateRunner(Runner):
         logits_LV = self._logits(Leaving(list(range(len(leaving))), self._depths(leaving, slots_L), h_Ld))
         choice = slots.sampler.choose([Draw(x.sequence, x.slot, x.output) for x in leaving], logits_LV)
         slots.h_Sd.index_copy_(0, slots_L, self.model.embed(choice.feed_L))
+        if self._tallying():
+            self._count_next(leaving, slots_L, choice.token_L)
         unknown = any(leave.depth is None for leave in leaving)
         return Left(depths, choice, slots.kept_depth_S.index_select(0, slots_L) if unknown else None)
 
@@ -107,6 +129,39 @@ class LateRunner(Runner):
             self._keep_reads(decode, decided, slots_B, depth_B, h_Bd)
         self.slots.h_Sd.index_copy_(0, slots_B, h_Bd)
         self._keep_prompts(plan, h_Nd)
+        return decided
+
+    def _tallying(self) -> list[tuple[Tensor, list[int]]]:
+        """The states of policies that tally something, and the columns of it."""
+        states = self.slots.states.items()
+        return [(state, list(policy.tallies.values())) for policy, state in states if policy.tallies]
+
+    def _count_next(self, leaving: tuple[Leave, ...], slots_L: Tensor, token_L: Tensor) -> None:
+        """The rounds of the next token count, unless the request has ended with a stop id, which the host has yet to
+        hear of."""
+        stops = [() if x.sequence.request.forced else sorted(x.sequence.request.stop_ids) for x in leaving]
+        longest = max(map(len, stops))
+        padded = (token for ids in stops for token in (*ids, *[-1] * (longest - len(ids))))
+        table_LK = self._index(padded).view(len(stops), longest)
+        pool = self.slots.tallied_S
+        ended_L = (table_LK == token_L.unsqueeze(1)).any(1) | (pool.index_select(0, slots_L) == ENDED)
+        pool.index_copy_(0, slots_L, torch.where(ended_L, ENDED, COUNTS))
+
+    def _decide(
+        self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor
+    ) -> list[tuple[list[int], Tensor]]:
+        """What is tallied is what the synchronous engine tallies, though late rounds and wasted ones are asked too."""
+        pool, tallying = self.slots.tallied_S, self._tallying()
+        if not tallying:
+            return super()._decide(decode, asked, slots_B, depth_B, h_Bd)
+        before = [state[:, columns] for state, columns in tallying]
+        decided = super()._decide(decode, asked, slots_B, depth_B, h_Bd)
+        for (state, columns), tallies in zip(tallying, before, strict=True):
+            state[:, columns] = torch.where((pool == COUNTS).unsqueeze(1), state[:, columns], tallies)
+        if not self.fill.runs_on:
+            for rows, leave in decided:
+                slots = slots_B[self._index(rows)]
+                pool[slots] = torch.where(leave, pool[slots].clamp(max=SAID), pool[slots])
         return decided
 
     def _keep_prompts(self, plan: Plan, h_Nd: Tensor) -> None:

@@ -25,8 +25,10 @@ class LLM:
 
     model: "nano", "nano-plain", "smollm2-135m", a folder of safetensors, a .gguf file, or a hub id.
     fill: "full", "last_exited" (default of looped models), "shared". segments: for layered models, layers a segment or
-    the list of exit layers. kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
-    tokens a turn may carry. gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
+    the list of exit layers. signals, lateness, submission: when the host learns what a turn decided, how many turns
+    late, and how turns reach a GPU (docs/late-signals.md). kv_pages: size of the K/V pool in pages of page_size
+    positions; max_batched_tokens: prompt tokens a turn may carry; prefix_sharing, host_kv_bytes: docs/scheduling.md.
+    gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
     certificate: a certificate.json, or what was read from it. The model and these options must be those that were
     certified (its weights are read once more for their hash); a request without an exit setting gets the certified
     one, another exit setting, temperature, top_k or top_p is refused. batch_invariant: a request's logits have the same

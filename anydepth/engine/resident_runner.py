@@ -67,8 +67,8 @@ class ResidentSlots(Slots):
         if new:
             self.state.numbers_S8[slot, :MOVING] = self.index((1, len(request.prompt_ids) - 1, 0, 1, 0))
         self.state.numbers_S8[slot, MOVING:] = self.index((request.bounds[1], request.max_tokens - 1, number))
-        asks.sampled_S[slot] = request.sampling.temperature > 0
-        asks.processed_S[slot] = sequence.logprobs_mode == "processed"
+        asks.sampled_S[slot].fill_(request.sampling.temperature > 0)
+        asks.processed_S[slot].fill_(sequence.logprobs_mode == "processed")
         depths = planned_depths(sequence, self.model.shape.segments)
         asks.planned_SI[slot, : len(depths)] = self.index(depths)
         self.plans[slot] = any(depths)
@@ -103,7 +103,7 @@ class ResidentRunner:
         self.padding = submission.padding
         self.buffers = Buffers(2 * len(slots) + 1, model.device, static=submission.static_buffers)
         self.streams = Streams(submission, model.device)
-        self.graphs = Graphs(submission.graph_bytes) if submission.graphs else None
+        self.graphs = Graphs(submission.graph_bytes, model.device) if submission.graphs else None
         self._decode = Decode((), slots.index(()), (), Kind(1))
 
     @torch.inference_mode()

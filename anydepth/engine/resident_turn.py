@@ -202,17 +202,20 @@ def _leaves(model: Model, policies: Policies, asks: Asks, rows: Deciding, h_Bd: 
         last = torch.where(adaptive, last, planned)
     at_last = depth == last
     says: Tensor | None = None
+    if model.shape.segments == 1:
+        return at_last
+    inner = depth.clamp(max=model.shape.segments - 1) if policies else depth  # a policy may know nothing of R
     for number, policy, states in policies:
         if policy.needs == "signal":
             seen = model.signal(1, h_Bd)
         else:
             seen = model.readout(1, h_Bd) if policy.needs == "logits" else h_Bd
         before = states.index_select(0, slots)
-        leave, after = policy.decide(before, depth, seen)
+        leave, after = policy.decide(before, inner, seen)
         if len(policies) > 1:
             leave = leave & (mine == number)
         if policy.tallies:  # they outlive the token: a row that was not asked must not count
-            asked = (runs > 0) & ~at_last & (mine == number)
+            asked = (runs > 0) & (depth < last) & (mine == number)
             asked = asked if adaptive is None else asked & adaptive
             after = torch.where(asked.unsqueeze(1), after, before)
         states.index_copy_(0, slots, after)

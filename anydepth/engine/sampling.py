@@ -14,6 +14,7 @@ from torch import Tensor
 
 from anydepth.engine.philox import uniforms
 from anydepth.engine.plan import Sequence
+from anydepth.ops.send import send, send_tensor
 from anydepth.types import Request
 
 
@@ -114,12 +115,12 @@ class Sampler:
         """Write a request's settings and all its uniforms (they depend on seed and output index alone)."""
         ask, settings = request.sampling, (1.0, self.vocab + 1, 1.0)
         if ask.temperature > 0 and not request.forced:
-            drawn = torch.from_numpy(uniforms(request.seed, request.max_tokens))
-            self.uniform_SI[slot, : len(drawn)] = drawn.to(self.uniform_SI.device)
+            drawn = send_tensor(torch.from_numpy(uniforms(request.seed, request.max_tokens)), self.uniform_SI.device)
+            self.uniform_SI[slot, : len(drawn)] = drawn
             top_k = self.vocab + 1 if ask.top_k is None else min(ask.top_k, self.vocab)
             settings = (ask.temperature, top_k, ask.top_p)
         for pool, value in zip(self.settings, settings, strict=True):
-            pool[slot] = value
+            pool[slot].fill_(value)  # pool[slot] = value would wait for a GPU
 
     def choose(self, draws: List[Draw], logits_LV: Tensor) -> Choice:
         """One token for each row: its target where it is being scored, else sampled, else the argmax."""
@@ -164,7 +165,7 @@ class Sampler:
             logprob_L[at] = processed_logprobs(chances, token_L[at])
 
     def _index(self, values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int64, device=self.uniform_SI.device)
+        return send(values, self.uniform_SI.device)
 
 
 def _target(draw: Draw) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from anydepth.engine.completions import Completions
 from anydepth.engine.late import LateScheduler
-from anydepth.engine.late_runner import LateRunner
+from anydepth.engine.late_runner import LateRunner, LateSlots
 from anydepth.engine.plan import Plan
 from anydepth.engine.resident import ResidentScheduler
 from anydepth.engine.resident_runner import ResidentRunner, ResidentSlots
@@ -18,7 +18,7 @@ from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
-from anydepth.types import Shape, unknown
+from anydepth.types import Shape
 
 MOST_LATE = 3  # turns
 
@@ -59,7 +59,9 @@ class Mode(NamedTuple):
         return LateScheduler(reads_late=self.name == "delayed", runs_on=fill.runs_on, **options)
 
     def slots(self, model: Model, fill: Fill, **options: int) -> Slots:
-        return (ResidentSlots if self.name == "resident" else Slots)(model, fill, **options)
+        if self.name == "sync":
+            return Slots(model, fill, **options)
+        return (ResidentSlots if self.name == "resident" else LateSlots)(model, fill, **options)
 
     def runner(self, model: Model, fill: Fill, slots: Slots, *, lateness: int, submission: Submission) -> AnyRunner:
         if self.name == "sync":
@@ -67,6 +69,7 @@ class Mode(NamedTuple):
         completions = Completions(lateness)
         if isinstance(slots, ResidentSlots):
             return ResidentRunner(model, fill, slots, completions=completions, submission=submission)
+        assert isinstance(slots, LateSlots)
         delayed = self.name == "delayed"
         return LateRunner(model, fill, slots, completions=completions, submission=submission, reads_late=delayed)
 
@@ -84,10 +87,16 @@ MODES = {
 
 def load_mode(name: str, lateness: int | None, fill: Fill, shape: Shape) -> tuple[Mode, int]:
     """The mode of that name and the lateness it runs with, checked. `lateness` None: the mode's own."""
-    if not isinstance(name, str) or name not in MODES:
-        raise unknown("signals", str(name), MODES)
-    mode = MODES[name]
+    mode, lateness = named_mode(name, lateness)
     mode.check(fill, shape)
+    return mode, lateness
+
+
+def named_mode(name: str, lateness: int | None) -> tuple[Mode, int]:
+    """As `load_mode`, as far as it can be told without a model."""
+    if not isinstance(name, str) or name not in MODES:
+        raise ValueError(f"signals is {name!r}; allowed: {', '.join(map(repr, MODES))}")
+    mode = MODES[name]
     if lateness is None:
         return mode, mode.lateness
     if isinstance(lateness, bool) or not isinstance(lateness, int) or not 0 <= lateness <= MOST_LATE:

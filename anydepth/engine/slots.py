@@ -18,7 +18,7 @@ from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
 from anydepth.ops.kv import KVMap, KVPool
-from anydepth.ops.send import send
+from anydepth.ops.send import send, send_tensor
 
 
 class Saved(NamedTuple):
@@ -106,7 +106,7 @@ class Slots:
         assert isinstance(policy, Policy)
         if policy.needs != "nothing":
             numbers = policy.parameters(request.sampling, request.bounds, self.model.shape.segments)
-            state = policy.start(torch.tensor([numbers], dtype=torch.float64, device=self.device))
+            state = policy.start(send_tensor(torch.tensor([numbers], dtype=torch.float64), self.device))
             self._write_state(policy, slot, state[0])
 
     def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """streams: 1, or 2 for a boundary stream that carries outcomes to the host while the core stream goes on.
+    """streams: 1, or 2 for a boundary stream that carries outcomes to the host while the core stream goes on (with
+    graphs they are copied on the core stream, since the next replay writes over them).
     static_buffers: host buffers of outcomes are used again, once they were read. padding: decode rows are padded to a
     power of two. graphs: decode turns are captured as CUDA graphs and replayed, as far as `graph_bytes` of device
     memory go; beyond that, and where a capture fails, they run eagerly. Streams and graphs need CUDA; padding and
@@ -28,7 +29,10 @@ class Submission:
         """ValueError for what this mode or device cannot do."""
         if signals == "sync" and self != Submission():
             raise ValueError(f"{self} is for late signals; signals 'sync' submits nothing ahead: leave it out")
-        if self.streams not in (1, 2):
+        for name in ("static_buffers", "padding", "graphs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        if isinstance(self.streams, bool) or self.streams not in (1, 2):
             raise ValueError(f"streams is {self.streams!r}; allowed: 1, 2")
         if device.type != "cuda" and (self.streams > 1 or self.graphs):
             raise ValueError(
@@ -61,6 +65,7 @@ class Streams:
     stream, both are the stream there is."""
 
     def __init__(self, submission: Submission, device: torch.device) -> None:
+        self._device = device
         self._boundary: Any = torch.cuda.Stream(device) if submission.streams > 1 else None
 
     def beside(self, write: Write, numbers: Numbers, **tensors: Tensor | None) -> None:
@@ -68,7 +73,7 @@ class Streams:
         if self._boundary is None:
             write(numbers, **tensors)
             return
-        self._boundary.wait_stream(torch.cuda.current_stream())
+        self._boundary.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._boundary):
             write(numbers, **tensors)
         for tensor in (*(values for _, values in numbers), *tensors.values()):

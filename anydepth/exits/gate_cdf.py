@@ -26,7 +26,7 @@ class Policy(base.Policy):
         if not shape.has_gate:
             raise ValueError(
                 "policy 'gate_cdf' (exit_threshold below 1) needs an exit gate, which this model has not; "
-                "allowed here: 'never', 'fixed' (depth=), 'trace'"
+                "allowed here: 'never', 'fixed' (depth=), 'interval', 'trace'"
             )
         base.bounds_of(sampling, shape)
 

@@ -47,6 +47,7 @@ def policy_name(sampling: Sampling) -> str:
         for name, given in (
             ("fixed", sampling.depth is not None),
             ("trace", sampling.trace is not None),
+            ("interval", sampling.interval is not None),
             ("gate_cdf", sampling.exit_threshold < 1),
         )
         if given
@@ -54,7 +55,7 @@ def policy_name(sampling: Sampling) -> str:
     named = sampling.exit_policy
     others = [name for name in implied if name != named]
     if others and ((named is not None and ":" not in named) or len(implied) > 1):
-        owner = {"fixed": "depth", "trace": "trace", "gate_cdf": "exit_threshold"}
+        owner = {"fixed": "depth", "trace": "trace", "interval": "interval", "gate_cdf": "exit_threshold"}
         asked = [f"exit_policy={named!r}"] * (named is not None) + [f"{owner[n]}=" for n in implied]
         raise ValueError(f"{' and '.join(asked)} contradict each other; give one way to choose the depth")
     return named if named is not None else (implied[0] if implied else "never")

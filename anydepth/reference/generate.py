@@ -93,7 +93,7 @@ def generate(
     while result.finish_reason is None:
         index = len(result.token_ids)
         if index > 0 or not prefilled_first:
-            row = Row(policy, index)
+            row = Row(policy, index, index + (not prefilled_first))
             h = oracle.decode(token, row)
         logits_V = model.readout(h)
         draw, logprob = sample(
@@ -137,7 +137,7 @@ def score(
     oracle.prefill(list(context_ids[:-1]))
     fed = [context_ids[-1], *continuation_ids[:-1]]
     for index, (token, target) in enumerate(zip(fed, continuation_ids, strict=True)):
-        row = Row(policy, index)
+        row = Row(policy, index, index + 1)
         logits_V = model.readout(oracle.decode(token, row))
         logits = logits_V.tolist()
         _append(result, target, row.depth, log_softmax(logits)[target], logits_V, row)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-NAMES = ("never", "fixed", "gate_cdf", "trace")
+NAMES = ("never", "fixed", "interval", "gate_cdf", "trace")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Policy:
     low: int = 1
     high: int = 0
     depth: int = 0
+    interval: int = 1
     threshold: float = 1.0
     trace: tuple[int, ...] = ()
     released: bool = False
@@ -43,19 +44,23 @@ def make_policy(
     min_depth: int = 1,
     max_depth: int | None = None,
     depth: int | None = None,
+    interval: int | None = None,
+    shallow_depth: int | None = None,
     trace: Sequence[int] | None = None,
     gate_dtype: str = "float32",
     delayed: bool = False,
 ) -> Policy:
     """The policy of a request's settings; ValueError for what the model or the bounds exclude.
 
-    Without a name, `depth` means fixed, `trace` means trace, a threshold below 1 means gate_cdf, nothing means never.
+    Without a name, `depth` means fixed, `interval` interval, `trace` trace, a threshold below 1 gate_cdf; else never.
     """
     high = segments if max_depth is None else max_depth
     name = exit_policy
     if name is None:
         if depth is not None:
             name = "fixed"
+        elif interval is not None:
+            name = "interval"
         elif trace is not None:
             name = "trace"
         else:
@@ -70,26 +75,44 @@ def make_policy(
         raise ValueError("gate_cdf needs a gate")
     if gate_dtype not in ("float32", "bfloat16"):
         raise ValueError(f"gate_dtype {gate_dtype!r}; allowed: float32, bfloat16")
-    for d in [segments] if name == "never" else [depth] if name == "fixed" else []:
+    if name == "interval":
+        if interval is None:
+            raise ValueError("policy interval needs an interval")
+        depth = shallow_depth if interval > 1 else segments
+    depths: dict[str, list[int | None]] = {"never": [segments], "fixed": [depth], "interval": [segments, depth]}
+    for d in depths.get(name, []):
         if d is None or not min_depth <= d <= high:
             raise ValueError(f"{name} at depth {d}, outside {min_depth}..{high}")
     if any(not 1 <= d <= segments for d in trace or ()):
         raise ValueError(f"trace {trace}; allowed: depths 1..{segments}")
     released = gate_dtype == "bfloat16"
-    return Policy(name, segments, min_depth, high, depth or 0, exit_threshold, tuple(trace or ()), released, delayed)
+    return Policy(
+        name,
+        segments,
+        low=min_depth,
+        high=high,
+        depth=depth or 0,
+        interval=interval or 1,
+        threshold=exit_threshold,
+        trace=tuple(trace or ()),
+        released=released,
+        delayed=delayed,
+    )
 
 
 @dataclass
 class Row:
     """The decision about one token: `leaves(r, gate logit)` is asked for r = 1, 2, .. until it says True.
 
-    index: the output the token's pass produces, 0-based (a trace has one entry an output).
+    index: the output the token's pass produces, 0-based (a trace has one entry an output). nth: which decode token of
+    the request it is, 1-based.
     cdf: the deciding number after each round asked about (gate_cdf only). margin: the least distance of one that could
     have decided otherwise from the threshold; inf where nothing but the depth decided.
     """
 
     policy: Policy
     index: int
+    nth: int = 1
     depth: int = 0
     cdf: list[float] = field(default_factory=list)
     margin: float = math.inf
@@ -106,11 +129,17 @@ class Row:
             assert gate_logit is not None
             fires = self._released(r, gate_logit) if p.released else self._gate_cdf(gate_logit)
         else:
-            fires = r == (p.segments if p.name == "never" else p.depth if p.name == "fixed" else p.trace[self.index])
+            fires = r == self._planned()
         fires = r >= p.low and fires
         if p.delayed and p.name == "gate_cdf" and r < p.high:
             self._said_so, fires = fires, False
         return r == p.high or fires
+
+    def _planned(self) -> int:
+        p = self.policy
+        if p.name == "interval":
+            return p.segments if self.nth % p.interval == 0 else p.depth
+        return p.segments if p.name == "never" else p.depth if p.name == "fixed" else p.trace[self.index]
 
     def _gate_cdf(self, gate_logit: Tensor) -> bool:
         """Hazard in the model's float32 or float64, product in float64; a threshold of 1 or more never fires."""

@@ -133,13 +133,19 @@ def test_the_ladder_is_walked_from_the_command_line(capsys):
         (("concurrency=0", "signals=sync"), "concurrency is 0; allowed"),
         (("signals=sync", "signals=sync", "--baseline", 0), "baseline is 0; allowed"),
         (("streams=2", "signals=sync"), "is for late signals; signals 'sync' submits nothing ahead"),
-        (("signals=late", "signals=sync"), "unknown signals 'late'; did you mean 'delayed'"),
+        (("signals=late", "signals=sync"), "signals is 'late'; allowed: 'sync'"),
         (("depth=1", "depth=2", "--limit", 2, "--bisect"), "ask for different work"),
     ],
 )
 def test_what_cannot_be_done_is_refused(capsys, arguments, message):
     with pytest.raises(ValueError, match=message):
         diagnose(capsys, *arguments)
+
+
+def test_what_is_wrong_with_b_is_said_before_a_is_run(capsys, tmp_path):
+    with pytest.raises(ValueError, match="unknown setting 'exit_treshold'"):
+        diagnose(capsys, "exit_threshold=0.5", "exit_treshold=0.5", "--limit", 2, "--out", tmp_path)
+    assert not (tmp_path / "A").exists()
 
 
 @pytest.mark.parametrize(

@@ -170,8 +170,12 @@ def _draw_asked(rng: Random, segments: int, has_gate: bool, longest: int, *, sco
     by_policy = bool(forced) or rng.choice([False, True])
     if by_policy and not forced:
         settings["first_token"] = "policy"
-    policy = rng.choice(["never", "fixed", "trace", *["gate"] * 3 * has_gate])
-    if policy == "fixed":
+    policy = rng.choice(["never", "fixed", "trace", "interval", *["gate"] * 3 * has_gate])
+    if policy == "interval":
+        settings["interval"] = rng.choice([1, 2, 3, 4]) if segments > 1 else 1
+        if settings["interval"] > 1:
+            settings["shallow_depth"] = rng.randint(1, segments - 1)
+    elif policy == "fixed":
         settings["depth"] = rng.randint(1, segments)
     elif policy == "trace":
         depths = [rng.randint(1, segments) for _ in range(10)]
@@ -235,7 +239,7 @@ def _play(schedule: Schedule, with_reference: bool) -> Played:
 
         engine.runner._run = counted
     watch = Watch(engine)
-    played = Played(_run(engine, schedule))
+    played = Played(run_schedule(engine, schedule))
     played.preempted, played.shared_tokens = engine.scheduler.preempted, engine.pages.shared_tokens
     for one in played.ran:
         one.shared = watch.shared.get(one.request, 0)  # some never ran
@@ -295,7 +299,7 @@ def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran
     return found
 
 
-def _run(engine: Engine, schedule: Schedule) -> list[Ran]:
+def run_schedule(engine: Engine, schedule: Schedule) -> list[Ran]:
     """Step until all has come and gone."""
     asked = schedule.asked
     ran, waiting, turn = [Ran() for _ in asked], dict(enumerate(asked)), 0

@@ -64,6 +64,8 @@ def policies(pair, tokens: int = 7) -> dict[str, dict]:
         "trace": {"trace": trace(segments, tokens)},
         "trace, first by policy": {"trace": trace(segments, tokens, "policy"), "first_token": "policy"},
         "never, first by policy": {"first_token": "policy"},
+        "interval of one": {"interval": 1},
+        **({"interval": {"interval": 3, "shallow_depth": 1}} if segments > 1 else {}),
     }
     if pair[1].has_gate:
         asks |= {f"gate at {tau}": {"exit_threshold": tau} for tau in (0, 0.3, 0.5, 0.7, 0.95)}
@@ -92,7 +94,7 @@ def test_every_policy_together_in_one_batch(name, fill):
     asks = [
         (prompt(length, seed), {"max_tokens": 7, **settings, **more})
         for seed, settings in enumerate(policies(pair).values())
-        for length, more in ((1 + seed % 9, {}), (17 - seed, {"logprobs": "processed", **SAMPLED}))
+        for length, more in ((1 + seed % 9, {}), (18 - seed % 17, {"logprobs": "processed", **SAMPLED}))
     ]
     assert_lone_runs(pair, asks, fill=fill, max_batch=4, page_size=4)
 

@@ -111,3 +111,45 @@ def test_who_ended_before_it_failed_is_heard(signals):
     fails_once(engine.submit([7, 7], Sampling(max_tokens=6), id="b").text, "push", at=3)
     ends = run_out(engine)
     assert ends.keys() == {"a", "b"} and ends["b"].finish_reason == "error"
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("signals", MODES)
+def test_a_tokenizer_that_goes_on_failing_holds_nothing(signals, streaming):
+    """The text that was held back cannot be had as the requests end, and they end all the same."""
+    model, _ = twins(seed=3, vocab_size=VOCABULARY)
+    tokenizer = Letters()
+    engine = Engine(model, tokenizer=tokenizer, page_size=4, max_batch=2, signals=signals)
+    for n in range(4):
+        engine.submit(engine.prepare([5, 3, 2 + n], Sampling(max_tokens=6), id=str(n), streaming=streaming))
+    for _ in range(9):
+        engine.step()
+
+    def decode(ids):
+        raise RuntimeError("out of luck")
+
+    for sequence in engine.scheduler.sequences.values():
+        sequence.request.text._decode = decode
+    engine.abort("1")
+    ends = run_out(engine)
+    assert {id: output.finish_reason for id, output in ends.items()} == {**dict.fromkeys("023", "error"), "1": "abort"}
+    assert engine.stats()["finished"] == {"error": 3, "abort": 1}
+
+
+def test_an_end_that_a_failed_turn_was_to_tell_is_told_by_the_next():
+    """Turn after turn fails: whoever waits for an answer must hear of its end all the same."""
+    engine = Engine(twins(seed=3, vocab_size=VOCABULARY)[0], page_size=4)
+    engine.submit([5, 3, 2], Sampling(), id="aborted")
+    engine.submit([5, 3, 2], Sampling(), id="fails")
+    engine.step()
+    engine.abort("aborted")
+    fails_once(engine.model, "segment")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    engine.submit([5, 3], Sampling(), id="next")
+    fails_once(engine.model, "segment")
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    ends = {chunk.request_id: chunk.finish_reason for chunk in engine.step()}
+    assert ends == {"aborted": "abort", "fails": "error", "next": "error"}
+    assert engine.stats()["finished"] == {"abort": 1, "error": 2} and engine.idle

@@ -316,7 +316,7 @@ def test_flips_of_the_released_gate_arithmetic_are_counted_over_all_requests(loa
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"signals": "exakt"}, "unknown signals 'exakt'; did you mean 'exact'"),
+        ({"signals": "exakt"}, "signals is 'exakt'; allowed: 'sync', 'delayed', 'exact', 'resident'"),
         ({"signals": "exact", "fill": "shared"}, "'exact' does not go with fill 'shared': round k . 1 has overwritten"),
         ({"lateness": 1}, "lateness is 1, but signals 'sync' are never late"),
         ({"signals": "exact", "lateness": 4}, "lateness is 4; allowed: whole turns, 0 .. 3"),

@@ -58,3 +58,32 @@ def test_a_plan_that_cannot_be_followed_is_refused_at_admission(name, said):
     engine = Engine(twins(seed=3)[0])
     with pytest.raises(ValueError, match=said):
         engine.prepare([1, 2, 3], Sampling(exit_policy=f"tests.exits.own:{name}"))
+
+
+MODES = [("sync", 0), ("delayed", 3), ("exact", 0), ("exact", 3), ("resident", 0), ("resident", 3)]
+
+
+@pytest.mark.parametrize("fill", ["full", "last_exited"])
+@pytest.mark.parametrize(("signals", "lateness"), MODES)
+def test_a_policy_is_asked_below_its_last_depth_only_in_every_mode(signals, lateness, fill):
+    engine = Engine(twins(seed=1)[0], fill=fill, signals=signals, lateness=lateness)
+    ask = {"max_tokens": 6, "exit_policy": "tests.exits.own:Shy"}
+    requests = [engine.prepare([1, 2, 3], Sampling(**ask, max_depth=last), id=str(last)) for last in (4, 2)]
+    outputs = drain(engine, requests)
+    assert outputs["4"].depths == (4,) * 6 and outputs["2"].depths == (4, *[2] * 5)
+    assert engine.stats()["rounds_asked"] == 5 * 3 + 5 * 1
+
+
+@pytest.mark.parametrize("fill", ["full", "last_exited"])
+@pytest.mark.parametrize(("signals", "lateness"), [mode for mode in MODES if mode[0] != "delayed"])
+def test_tallies_are_those_of_the_synchronous_engine(signals, lateness, fill):
+    """Late rounds, and rounds after a stop id that the host has not heard of, are asked in vain."""
+    counted = []
+    for mode in ({}, {"signals": signals, "lateness": lateness}):
+        engine = Engine(twins(seed=1)[0], fill=fill, max_batch=3, **mode)
+        stops = {"temperature": 1.0, "stop_token_ids": range(0, 61, 2)}
+        asks = [Sampling(exit_policy=f"tests.exits.own:{name}", max_depth=3, **stops) for name in ("Positive", "Shy")]
+        prepared = [engine.prepare([1, 2, 3 + n], asks[n % 2], seed=n) for n in range(12)]
+        assert {output.finish_reason for output in drain(engine, prepared).values()} == {"stop"}
+        counted.append(engine.stats()["rounds_asked"])
+    assert counted[0] == counted[1] > 12

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from anydepth.engine.completions import Buffers
+from anydepth.engine.completions import ALL_LINES, Buffer, Buffers
 from anydepth.engine.engine import Engine
 from anydepth.engine.graphs import Graphs
 from anydepth.engine.submission import Streams, Submission, default_submission
@@ -51,6 +51,8 @@ def test_padding_rows_change_no_page_and_no_state():
     "submission, signals, message",
     [
         (Submission(streams=3), "exact", "streams is 3; allowed: 1, 2"),
+        (Submission(static_buffers="no"), "exact", "static_buffers is 'no'; allowed: True, False"),
+        (Submission(padding=1), "resident", "padding is 1; allowed: True, False"),
         (Submission(streams=2), "exact", "streams=2, graphs=False need a CUDA device; this model is on 'cpu'"),
         (Submission(graphs=True, padding=True), "resident", "graphs=True need a CUDA device"),
         (Submission(padding=True), "exact", "padding=True, graphs=False go with signals='resident'"),
@@ -60,6 +62,11 @@ def test_padding_rows_change_no_page_and_no_state():
 def test_what_cannot_be_is_refused(submission, signals, message):
     with pytest.raises(ValueError, match=message):
         Engine(twins()[0], signals=signals, submission=submission)
+
+
+def test_a_submission_is_no_mapping():
+    with pytest.raises(ValueError, match="allowed: a Submission, or None"):
+        Engine(twins()[0], signals="resident", submission={"padding": True})
 
 
 def test_graphs_need_padding():
@@ -91,11 +98,36 @@ def test_a_buffer_in_flight_is_not_given_out_and_one_that_was_read_is():
         assert (buffers.take() is first) == static
 
 
+@pytest.mark.parametrize("lines", [((ALL_LINES, 3),), ((0, 2), (1, None), (2, 4))])
+def test_outcomes_are_copied_to_contiguous_memory(lines, monkeypatch):
+    """A GPU's copy to any other place would make the host wait."""
+    copied, copy = [], torch.Tensor.copy_
+
+    def counted(target, *given, **more):
+        copied.append(target)
+        return copy(target, *given, **more)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", counted)
+    buffer = Buffer(5, CPU)
+    for start in (10, 100):  # used again, with fewer numbers than before
+        numbers = [
+            (line, None if n is None else torch.arange(start, start + (3 * n if line == ALL_LINES else n)))
+            for line, n in lines
+        ]
+        numbers = [(line, v.view(3, -1) if line == ALL_LINES else v) for line, v in numbers]
+        buffer.clear()
+        buffer.write(numbers)
+        got = buffer.read("numbers")
+        for line, values in numbers:
+            assert values is None or (got if line == ALL_LINES else got[line][: len(values)]) == values.tolist()
+    assert copied and all(target.is_contiguous() for target in copied)
+
+
 class Books(Graphs):
     """Graphs whose captures are calls, of 100 bytes each."""
 
     def __init__(self, budget_bytes: int, *, fails: bool = False) -> None:
-        super().__init__(budget_bytes)
+        super().__init__(budget_bytes, CUDA)
         self.fails, self.bytes, self.captures = fails, 0, 0
 
     def _new_graph(self):
@@ -117,9 +149,6 @@ def test_a_turn_is_captured_the_second_time_and_replayed_from_then_on():
         given = graphs.run("key", torch.tensor([n, 0]), lambda slots: ran.append(slots) or slots)
     assert len(ran) == 2 and graphs.replayed == 3 and graphs.captures == 1
     assert given.tolist() == [3, 0] and given is ran[1], "the graph reads the rows' slots where it was captured"
-    graphs.clear()
-    graphs.run("key", torch.tensor([5]), lambda slots: ran.append(slots))
-    assert len(ran) == 3 and graphs.replayed == 3
 
 
 def test_beyond_the_budget_turns_run_eagerly():

@@ -152,7 +152,7 @@ def test_nothing_is_computed_where_an_arm_does_not_fit(toml, tmp_path):
 
 REFUSED = [
     ({"signals": "exact", "fill": "shared"}, "signals 'exact' does not go with fill 'shared': round k"),
-    ({"signals": "exakt"}, "unknown signals 'exakt'; did you mean 'exact'"),
+    ({"signals": "exakt"}, "signals is 'exakt'; allowed: 'sync', 'delayed', 'exact', 'resident'"),
     ({"signals": "exact", "lateness": 9}, "lateness is 9; allowed: whole turns"),
     ({"signals": "sync", "lateness": 1}, "lateness is 1, but signals 'sync' are never late"),
     ({"signals": "exact", "backend": "reference"}, "the reference backend: unknown signals 'exact'"),

@@ -50,3 +50,21 @@ class Undecided(base.Policy):
     """Neither plans a depth nor asks to see anything."""
 
     name = "undecided"
+
+
+class Shy(base.Policy):
+    """Never leaves; knows a number for each depth at which it may be asked, which R is not. Counts how often it is."""
+
+    name = "shy"
+    needs = "hidden"
+    tallies = {"rounds_asked": 0}  # noqa: RUF012
+
+    def parameters(self, sampling, bounds, segments):
+        return (0.0,) * segments  # the count, and one for each inner depth
+
+    def start(self, parameters_NP):
+        return parameters_NP.clone()
+
+    def decide(self, state_NS, depth_N, seen):
+        leave = base.at_depth(state_NS[:, 1:], depth_N - 1) > 0
+        return leave, torch.cat((state_NS[:, :1] + 1, state_NS[:, 1:]), 1)

@@ -27,7 +27,7 @@ SHAPE = Shape(
     max_positions=16,
     has_gate=True,
 )
-NAMES = ["fixed", "gate_cdf", "never", "trace"]
+NAMES = ["fixed", "gate_cdf", "interval", "never", "trace"]
 
 
 def run(policy, asks, logits_NR, dtype):
@@ -135,10 +135,21 @@ def test_thresholds_below_min_are_out_of_reach_and_at_max_always_met():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_planned_policies_know_every_depth_beforehand(name):
-    ask = Sampling(depth=2, trace=(4, 1, 3), exit_threshold=0.5)
+    ask = Sampling(depth=2, trace=(4, 1, 3), exit_threshold=0.5, interval=2, shallow_depth=1)
     planned = [load_policy(name).planned(ask, index, 4) for index in range(3)]
-    assert planned == {"never": [4] * 3, "fixed": [2] * 3, "trace": [4, 1, 3], "gate_cdf": [None] * 3}[name]
+    depths = {"never": [4] * 3, "fixed": [2] * 3, "interval": [4, 1, 4], "trace": [4, 1, 3], "gate_cdf": [None] * 3}
+    assert planned == depths[name]
     assert load_policy(name).needs == ("signal" if name == "gate_cdf" else "nothing")
+
+
+def test_every_so_many_tokens_think_to_the_end():
+    """Counted from the first token that is fed back, or from the prompt's last where that is a decode row."""
+    policy = load_policy("interval")
+    depths = [policy.planned(Sampling(interval=3, shallow_depth=1), index, 4) for index in range(8)]
+    assert depths == [4, 1, 1, 4, 1, 1, 4, 1]
+    by_policy = Sampling(interval=3, shallow_depth=1, first_token="policy")
+    assert [policy.planned(by_policy, index, 4) for index in range(7)] == [1, 1, 4, 1, 1, 4, 1]
+    assert [policy.planned(Sampling(interval=1), index, 4) for index in range(3)] == [4, 4, 4]
 
 
 def test_names():

@@ -36,6 +36,8 @@ class EngineBackend(Backend):
         return {
             "exit_threshold": asked.exit_threshold,
             "depth": asked.depth,
+            "interval": asked.interval,
+            "shallow_depth": asked.shallow_depth,
             "trace": asked.trace,
             "certificate": certificate and {"sha256": certificate.sha256, "says": describe(certificate)},
             "fill": engine.fill.name,

@@ -21,7 +21,16 @@ from anydepth.reference import FILLS, Model, Result, generate, make_policy, scor
 from anydepth.types import Output, Sampling, Score, Usage
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-POLICY_FIELDS = ("exit_policy", "exit_threshold", "min_depth", "max_depth", "depth", "trace")
+POLICY_FIELDS = (
+    "exit_policy",
+    "exit_threshold",
+    "min_depth",
+    "max_depth",
+    "depth",
+    "interval",
+    "shallow_depth",
+    "trace",
+)
 
 
 class ReferenceBackend(CheckpointBackend):

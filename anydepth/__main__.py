@@ -1,0 +1,5 @@
+"""python -m anydepth: the command line."""
+
+from anydepth.cli import main
+
+main()
