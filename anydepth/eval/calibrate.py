@@ -146,7 +146,8 @@ def calibrate(
         head_hash=None,  # no model has exit heads yet
         policy={
             "exit_policy": points[0].settings_passed.get("policy", used["policy"]),  # an own one's importable name
-            **{name: used[name] for name in EXIT_SETTINGS if name not in ("exit_policy", *GRID_SETTINGS)},
+            # Older Records do not speak of the policies that came later.
+            **{n: used[n] for n in EXIT_SETTINGS if n in used and n not in ("exit_policy", *GRID_SETTINGS)},
             "segments": used["segments"],
         },
         fill=used["fill"],

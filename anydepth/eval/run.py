@@ -96,7 +96,7 @@ def in_force(arm: Arm, backend: Backend, sampling: Sampling) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"arm {arm.name!r}: {error}") from error
     for key, wanted in arm.engine.items():
-        if key in ("fill", "signals", "lateness", "dtype", "gate_dtype") and settings[key] != wanted:
+        if key in ("fill", "signals", "lateness", "dtype", "gate_dtype", "batch_invariant") and settings[key] != wanted:
             raise ValueError(
                 f"arm {arm.name!r} wants {key} {wanted!r}, this {backend.name} was made with {settings[key]!r}; make "
                 f"one with {key}={wanted!r}"

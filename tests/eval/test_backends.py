@@ -98,29 +98,22 @@ def test_transformers_refuses_what_it_has_not(model, tmp_path):
 
 
 @pytest.mark.parametrize(("signals", "lateness"), [("exact", 1), ("resident", 2), ("delayed", 1)])
-def test_choices_are_scored_without_lateness(model, tmp_path, monkeypatch, signals, lateness):
-    """Through `LLM.score`, whose business that is; here another LLM's stands for it."""
-    asked = []
-
-    def score(self, contexts, continuations, sampling):
-        asked.append(len(contexts))
-        return LLM(model).score(contexts, continuations, sampling)
-
-    monkeypatch.setattr(LateLLM, "score", score)
-    monkeypatch.setattr("anydepth.engine.llm.LLM", LateLLM)
+def test_choices_are_scored_without_lateness(model, tmp_path, signals, lateness):
     (tmp_path / "choices.py").write_text(CHOICES)
-    arms = [{"name": "sync", "exit_threshold": 0.5}, {"name": "late", "exit_threshold": 0.5, "signals": signals}]
-    arms[1]["lateness"] = lateness
+    arms = [
+        {"name": "late", "exit_threshold": 0.5, "signals": signals, "lateness": lateness},
+        {"name": "sync", "exit_threshold": 0.5, "signals": "delayed" if signals == "delayed" else "sync"},
+    ]
+    arms[1]["lateness"] = 0
     study = {"study": {"task": str(tmp_path / "choices.py"), "model": str(model)}, "arm": arms}
-    sync, late = run_study(Study.parse(study), out=tmp_path / "out", progress=False)
-    same = ("id", "choices", "score", "unscored", "segments_read")
-    assert [[s.get(key) for key in same] for s in late.samples] == [[s.get(key) for key in same] for s in sync.samples]
-    assert asked == [3]
+    late, sync = run_study(Study.parse(study), out=tmp_path / "out", progress=False)
+    same = ("score", "unscored", "segments_read", "segments_executed")
+    one, other = ({s["id"]: s for s in record.samples} for record in (late, sync))
+    for id, sample in one.items():
+        assert [sample[key] for key in same] == [other[id][key] for key in same]
+    for mine, theirs in zip(one["short"]["choices"], other["short"]["choices"], strict=True):
+        assert mine == {"logprobs": pytest.approx(theirs["logprobs"], abs=1e-5), "depths": theirs["depths"]}
     assert (late.settings_used["signals"], late.settings_used["lateness"]) == (signals, 0)
-
-
-class LateLLM(LLM):
-    """Its own, so that only the studies' LLM is another."""
 
 
 def test_choices_are_scored_and_what_does_not_fit_is_unscored(model, tmp_path):

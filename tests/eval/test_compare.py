@@ -149,6 +149,8 @@ ONE_POLICY = ["exit policy"]
         (GATE, GATE | {"signals": "exact", "lateness": 1}, ["signals"]),
         (GATE | {"signals": "resident", "lateness": 1}, GATE | {"signals": "exact", "lateness": 2}, ["signals"]),
         (GATE | {"signals": "delayed", "lateness": 0}, GATE | {"signals": "delayed", "lateness": 1}, ["lateness"]),
+        (GATE, GATE | {"batch_invariant": False}, []),
+        (GATE, GATE | {"batch_invariant": True}, ["batch_invariant"]),
         (GATE | {"backend": "transformers"}, GATE | {"signals": "delayed", "lateness": 1}, ["backend", "signals"]),
         ({}, {"signals": "resident", "lateness": 2}, []),  # no signal, none late
         ({}, {"top_p": 0.9}, []),

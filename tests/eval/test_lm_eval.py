@@ -29,6 +29,7 @@ from anydepth.eval.lm_eval.model import AnydepthLM, parted, slots
 from anydepth.eval.run import run
 from anydepth.eval.task import load_task
 from anydepth.reference.model import Model as Reference
+from anydepth.types import Usage
 
 REGISTERED_AT_LOAD = "anydepth" in model_registry
 PROMPT = "Ann has 5 . Bob has 3 more than Ann . How many has Bob ?"
@@ -168,6 +169,26 @@ def test_scores_are_those_of_the_engine_under_the_arm(gated, questions):
     assert {depth for score in meant for depth in score.depths} > {1}
     answer = gated.llm.generate(PROMPT, Sampling(max_tokens=4, first_token="policy", **GATE))[0].text
     assert [greedy for _, greedy in scores(gated, (PROMPT, " " + answer), (PROMPT, " Bob Bob"))] == [True, False]
+
+
+@pytest.mark.parametrize(("signals", "lateness"), [("exact", 1), ("resident", 2), ("delayed", 3)])
+def test_late_signals_answer_and_score_as_their_synchronous_form(gated, questions, signals, lateness):
+    late = AnydepthLM(
+        model="nano", fill="last_exited", dtype="float64", signals=signals, lateness=lateness, batch_size=3, **GATE
+    )
+    base = (
+        gated
+        if signals != "delayed"
+        else AnydepthLM(model="nano", fill="last_exited", dtype="float64", signals="delayed", lateness=0, **GATE)
+    )
+    pairs = [(q.prompt, f" {name} has {n} .") for q in questions[:4] for name in ("Ann", "Bob") for n in (3, 8)]
+    before, spent = base._spent.get("loglikelihood"), "loglikelihood"
+    before = before.usage if before else Usage()
+    assert scores(late, *pairs) == [pytest.approx(pair, abs=1e-9) for pair in scores(base, *pairs)]
+    assert late._spent[spent].usage.segments_read == base._spent[spent].usage.segments_read - before.segments_read
+    assert late._spent[spent].usage.segments_read > 0
+    asked = [(q.prompt, {"max_gen_toks": 8}) for q in questions[:4]]
+    assert answers(late, *asked) == answers(base, *asked)
 
 
 def test_under_never_a_score_is_that_of_one_dense_pass(lm):

@@ -118,6 +118,7 @@ def test_several_answers_have_seeds_of_their_own_paired_between_arms(llm, task, 
     [
         ({"fill": "full"}, "arm 'a' wants fill 'full', this engine was made with 'last_exited'"),
         ({"signals": "exact"}, "arm 'a' wants signals 'exact', this engine was made with 'sync'"),
+        ({"batch_invariant": True}, "arm 'a' wants batch_invariant True, this engine was made with False"),
         ({"lateness": 1}, "arm 'a' wants lateness 1, this engine was made with 0"),
         ({"depth": 9}, "arm 'a': depth is 9; this model has 4 segments"),
         ({"max_tokens": 10**9, "trace": [4]}, "arm 'a': trace"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 
 import pytest
 
-from anydepth import LLM
 from anydepth.eval.arms import Arm, Rule, Study
 from anydepth.eval.compare.compare import compare
 from anydepth.eval.compare.rules import judge
@@ -175,12 +173,11 @@ def test_signals_that_cannot_be_kept_are_refused_when_a_study_is_planned(toml, t
     assert not (tmp_path / "out").exists()
 
 
-def test_an_option_that_llm_has_not_is_said(toml):
-    if "batch_invariant" in inspect.signature(LLM).parameters:
-        pytest.skip("LLM has batch_invariant")
-    study = replace(Study.read(toml), arms=(Arm.parse({"name": "late", "batch_invariant": True}),))
-    with pytest.raises(ValueError, match="arm 'late': unknown option of LLM 'batch_invariant'"):
-        freeze_study(study)
+def test_an_arm_may_be_batch_invariant(toml, tmp_path):
+    arms = [Arm.parse({"name": str(on), "max_tokens": 8, "batch_invariant": on}) for on in (False, True)]
+    plain, invariant = run_study(replace(Study.read(toml), arms=tuple(arms)), out=tmp_path / "out", progress=False)
+    assert (plain.settings_used["batch_invariant"], invariant.settings_used["batch_invariant"]) == (False, True)
+    assert [factor.name for factor in compare(plain, invariant).factors] == ["batch_invariant"]
 
 
 def test_layered_models_have_no_resident_signals(toml, tmp_path):

@@ -45,6 +45,7 @@ class EngineBackend(Backend):
             "lateness": engine.lateness,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "gate_dtype": engine.gate_dtype,
+            "batch_invariant": engine.stats()["batch_invariant"] is not None,
             "device": engine.model.device.type,
             "segments": self.segments,
             "policy": request.policy.name,

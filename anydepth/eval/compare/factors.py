@@ -21,7 +21,8 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
 }
 _ALL = tuple(dict.fromkeys(name for names in _PARAMETERS.values() for name in names))
 _KNOWN_BEFOREHAND = ("never", "fixed", "interval", "trace")  # no signal, so none comes late
-_SILENT: Settings = {"signals": "sync", "lateness": 0}  # what holds where a Record does not speak of it: older ones
+# What holds where a Record does not speak of it: older ones, other backends.
+_SILENT: Settings = {"signals": "sync", "lateness": 0, "batch_invariant": False}
 EXACT_KV = "exact"
 EXACT_FILLS = ("full", "deferred")  # every depth holds what was, or will be, computed for it
 _BESIDE = (

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from anydepth.eval.arms import SAMPLING_FIELDS
 from anydepth.provenance import source
-from anydepth.types import Chunk, Request, Sampling, Usage, unknown
+from anydepth.types import Chunk, Request, Sampling, Score, Usage, unknown
 
 try:
     from lm_eval import utils
@@ -35,6 +35,7 @@ MAX_GEN_TOKENS = 256  # lm-eval's default where a task names no cap
 NEUTRAL = dict.fromkeys(("n", "num_beams", "num_return_sequences", "repetition_penalty"), 1)
 NEUTRAL |= dict.fromkeys(("frequency_penalty", "presence_penalty", "min_p"), 0)
 MEANINGLESS = ("use_cache", "pad_token_id", "early_stopping", "length_penalty")
+Groups = dict[tuple[int, ...], list[int]]  # context ids -> numbers of the continuations after them
 log = logging.getLogger("lm_eval.anydepth")  # below lm-eval's logger, so that its level and format hold
 
 
@@ -233,7 +234,7 @@ class AnydepthLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """Scores of (texts for the cache, context ids, continuation ids). Equal contexts are prefilled together, in as
         few requests as keep the engine's rows busy."""
-        groups, cut = dict[tuple[int, ...], list[int]](), 0
+        groups, cut = Groups(), 0
         for at, (texts, context, continuation) in enumerate(requests):
             if not 1 <= len(continuation) <= self.max_length:
                 raise ValueError(
@@ -244,21 +245,48 @@ class AnydepthLM(TemplateLM):
             cut += len(ids) > room
             groups.setdefault(tuple(ids[-room:]), []).append(at)
         self._warn_of_cuts(cut, len(requests))
-        share = -(-len(requests) // len(self.engine.slots)) or 1
-        sampling, prepared, order = Sampling(**{**self._arm, "stop": ()}), [], {}
-        for prompt, every in groups.items():
-            for members in (every[start : start + share] for start in range(0, len(every), share)):
-                forced = [requests[at][2] for at in members]
-                prepared.append(self.engine.prepare(prompt, sampling, forced=forced, streaming=False))
-                order[prepared[-1].id] = iter(members)
+        continuations = [continuation for _, _, continuation in requests]
+        made = self._scored if self.engine.mode.name == "sync" else self._scored_without_lateness
         scores = [(0.0, False)] * len(requests)
-        for chunk in self._run(prepared, kind, len(requests), disable_tqdm):
-            assert chunk.score is not None
-            at = next(order[chunk.request_id])
-            scores[at] = math.fsum(chunk.score.logprobs), chunk.score.greedy
+        for at, score in made(groups, continuations, kind, disable_tqdm):
+            scores[at] = math.fsum(score.logprobs), score.greedy
             if (texts := requests[at][0]) is not None:
                 self.cache_hook.add_partial(kind, texts, scores[at])
         return scores
+
+    def _scored(
+        self, groups: Groups, continuations: Sequence[list[int]], kind: str, disable_tqdm: bool
+    ) -> Iterator[tuple[int, Score]]:
+        """(number, score) of every continuation after its context, as it is done."""
+        share = -(-len(continuations) // len(self.engine.slots)) or 1
+        sampling, prepared, order = self._scoring, [], {}
+        for prompt, every in groups.items():
+            for members in (every[start : start + share] for start in range(0, len(every), share)):
+                forced = [continuations[at] for at in members]
+                prepared.append(self.engine.prepare(prompt, sampling, forced=forced, streaming=False))
+                order[prepared[-1].id] = iter(members)
+        for chunk in self._run(prepared, kind, len(continuations), disable_tqdm):
+            assert chunk.score is not None
+            yield next(order[chunk.request_id]), chunk.score
+
+    def _scored_without_lateness(
+        self, groups: Groups, continuations: Sequence[list[int]], kind: str, disable_tqdm: bool
+    ) -> Iterator[tuple[int, Score]]:
+        """The same where the engine's signals are late, which scores never are: through `LLM.score`, some at a time."""
+        spent = self._spent.setdefault(kind, Spent())
+        order = [(at, prompt) for prompt, members in groups.items() for at in members]
+        rows = len(self.engine.slots)
+        with tqdm(total=len(order), desc=f"Running {kind} requests", disable=disable_tqdm) as bar:
+            for some in (order[start : start + rows] for start in range(0, len(order), rows)):
+                contexts, forced = [prompt for _, prompt in some], [continuations[at] for at, _ in some]
+                for (at, _), score in zip(some, self.llm.score(contexts, forced, self._scoring), strict=True):
+                    spent.usage += score.usage
+                    bar.update()
+                    yield at, score
+
+    @property
+    def _scoring(self) -> Sampling:
+        return Sampling(**{**self._arm, "stop": ()})
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts, in windows of the model's length, each token scored once."""
