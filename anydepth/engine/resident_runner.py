@@ -147,7 +147,9 @@ class ResidentRunner:
         context = max((row.start for row in decode), default=0) + 1
         if self.graphs is not None:  # few contexts, so that there are few graphs
             context = min(1 << (context - 1).bit_length(), slots.map.table.shape[1])
-        kind = kind._replace(context=context)
+        may_end = (s.issued + s.ahead >= s.request.max_tokens for s in (*(row.sequence for row in decode), *ending))
+        ends = kind.stops or len(known.slots_B) > len(decode) or any(may_end)
+        kind = kind._replace(context=context, ends=ends)
         coming = self._prompts(prompts) if prompts else None
 
         def turn(slots_B: Tensor) -> Given:

@@ -70,12 +70,13 @@ class Prompts(NamedTuple):
 
 class Kind(NamedTuple):
     """What makes two turns different programs. `context`: most positions a decode row may see. The others: whether any
-    row has a planned depth, stop ids, is sampled, with top-k (the largest) or top-p, whether log-probabilities are
-    wanted, and processed ones."""
+    row has a planned depth, stop ids, may end in this turn or have ended before (as padding has), is sampled, with
+    top-k (the largest) or top-p, whether log-probabilities are wanted, and processed ones."""
 
     context: int
     planned: bool = False
     stops: bool = False
+    ends: bool = True
     sampled: bool = False
     max_k: int | None = None
     top_p: bool = False
@@ -114,7 +115,7 @@ def run_turn(
     segments = model.shape.segments
     numbers = state.numbers_S8.index_select(0, slots)
     depth, position, output, runs, kept, last, final, policy = numbers.unbind(1)
-    h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs == 0, prompts, kind)
+    h_Bd, h_Pd, write_B = _segment(model, map, state, slots, depth, position, runs, prompts, kind)
     if prompts is not None and len(slots) + len(prompts.ending_slots_F) == 0:  # nobody who could give a token
         return Given(slots.new_zeros(3, 0), None, h_Pd)
 
@@ -137,14 +138,17 @@ def run_turn(
         depth, _, output, runs, _, _, final, _ = numbers.unbind(1)
     token, logprob = _choose(asks, slots, output, model.readout(segments, read_Bd), kind)
 
-    goes_on = output < final
-    if kind.stops:
-        goes_on = goes_on & (asks.stop_SK.index_select(0, slots) != token.unsqueeze(1)).all(1)
-    on = left & goes_on  # one that ends stays where it is: there may be no further position
+    on = left
+    if kind.ends:
+        goes_on = output < final
+        if kind.stops:
+            goes_on = goes_on & (asks.stop_SK.index_select(0, slots) != token.unsqueeze(1)).all(1)
+        on = left & goes_on  # one that ends stays where it is: there may be no further position
+        runs = runs * (on == left)
     moved = (
         (depth.masked_fill(left, 0) + 1).unsqueeze(1),
         numbers[:, 1:3] + on.unsqueeze(1),
-        (runs * (on == left)).unsqueeze(1),
+        runs.unsqueeze(1),
         kept.unsqueeze(1),
     )
     state.numbers_S8[:, :MOVING].index_copy_(0, slots, torch.cat(moved, 1))
@@ -159,12 +163,12 @@ def _segment(
     slots: Tensor,
     depth: Tensor,
     position: Tensor,
-    ended: Tensor,
+    runs: Tensor,
     prompts: Prompts | None,
     kind: Kind,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h of the decode rows, h of the prompt rows, where the decode rows wrote)."""
-    write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, ended)
+    write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, runs == 0 if kind.ends else None)
     h, rows = state.h_Sd.index_select(0, slots), len(slots)
     if prompts is None:
         h = model.segment(1, h, TurnKV(map.pool, position, write_B, storage_BT, mask, []))

@@ -16,7 +16,7 @@ from anydepth.engine.engine import Engine
 from anydepth.engine.late import LateScheduler
 from anydepth.engine.late_runner import LateRunner
 from anydepth.engine.resident import ResidentScheduler
-from anydepth.engine.resident_runner import ResidentSlots
+from anydepth.engine.resident_runner import ResidentRunner, ResidentSlots
 from anydepth.engine.scheduler import Scheduler
 from anydepth.engine.slots import Slots
 from anydepth.ops.kv import KVMap
@@ -195,6 +195,9 @@ FAULTS = {
     "a row that ended writes where it stood": Fault(
         KVMap, "decode_rows", "write_B.masked_fill(ended_B, self.pool.scratch)", "write_B",
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2),
+    ),
+    "nobody is taken to have ended": Fault(
+        ResidentRunner, "_run", "or any(may_end)", "or False", partial(resident, late=2)
     ),
     "the device knows no stop id": Fault(
         resident_turn, "run_turn", "if kind.stops:", "if False:", partial(resident, eos_ids=(9,), late=2)
