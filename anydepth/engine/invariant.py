@@ -14,8 +14,8 @@ from torch import Tensor
 
 from anydepth.exits.base import Policy
 from anydepth.models.base import KV, Model
-from anydepth.ops.invariant import KV_BLOCK, BlockKV, RowBlocks, attend_each, join
-from anydepth.ops.kv import TurnKV
+from anydepth.ops.invariant import KV_BLOCK, BlockKV, RowBlocks, attend_each
+from anydepth.ops.kv import TurnKV, join
 
 REFERENCE = 32
 COUNTS = (1, 4, 8, 16, 32, 64)

@@ -210,12 +210,8 @@ def _leaves(model: Model, policies: Policies, asks: Asks, rows: Deciding, h_Bd: 
         return at_last
     inner = depth.clamp(max=model.shape.segments - 1) if policies else depth  # a policy may know nothing of R
     for number, policy, states in policies:
-        if policy.needs == "signal":
-            seen = model.signal(1, h_Bd)
-        else:
-            seen = model.readout(1, h_Bd) if policy.needs == "logits" else h_Bd
         before = states.index_select(0, slots)
-        leave, after = policy.decide(before, inner, seen)
+        leave, after = policy.decide(before, inner, policy.seen(model, 1, h_Bd))
         if len(policies) > 1:
             leave = leave & (mine == number)
         if policy.tallies:  # they outlive the token: a row that was not asked must not count

@@ -101,14 +101,7 @@ class Runner:
             everyone = len(rows) == len(decode)
             index = slice(None) if everyone else self._index(rows)
             slots, depth, h = slots_B[index], depth_B[index], h_Bd[index]
-            k = decode[rows[0]].depth
-            seen = (
-                self.model.signal(k, h)
-                if policy.needs == "signal"
-                else self.model.readout(k, h)
-                if policy.needs == "logits"
-                else h
-            )
+            seen = policy.seen(self.model, decode[rows[0]].depth, h)
             states = self.slots.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
             states.index_copy_(0, slots, state)

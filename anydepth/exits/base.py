@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from anydepth.models.base import Shape
+from anydepth.models.base import Model, Shape
 from anydepth.types import Sampling
 
 Needs = Literal["nothing", "signal", "hidden", "logits"]
@@ -44,6 +44,12 @@ class Policy:
     def decide(self, state_NS: Tensor, depth_N: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """(leave [N] bool, new state [N, S]) after segment `depth_N`, given the signal, hidden state or logits seen."""
         raise NotImplementedError
+
+    def seen(self, model: Model, k: int, h_Nd: Tensor) -> Tensor:
+        """What `decide` is shown of rows whose state after segment `k` is `h`."""
+        if self.needs == "signal":
+            return model.signal(k, h_Nd)
+        return model.readout(k, h_Nd) if self.needs == "logits" else h_Nd
 
 
 def bounds_of(sampling: Sampling, shape: Shape) -> tuple[int, int]:

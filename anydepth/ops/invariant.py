@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anydepth.ops.attend import attend_rows, causal_mask
-from anydepth.ops.kv import TurnKV
+from anydepth.ops.kv import TurnKV, join
 
 KV_BLOCK = 64
 
@@ -130,7 +130,3 @@ def _padded(start: int, stop: int, storage: Tensor, mask_n11T: Tensor) -> Seen:
     """The context made a multiple of KV_BLOCK, with zeros (storage 0, the null page) that no row sees."""
     more = -storage.shape[1] % KV_BLOCK
     return Seen(start, stop, pad(storage, (0, more)), pad(mask_n11T, (0, more), value=float("-inf")))
-
-
-def join(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -162,6 +162,7 @@ class KVMap:
         """The TurnKV of decode rows (their largest context is `context`) and chunks (slot, start, rows, depth)."""
         storage_BT = mask = None
         positions, writes = [], []
+        parts: list[Chunk] = []
         if len(slots_B):
             write_B, storage_BT, mask = self.decode_rows(slots_B, positions_B, depth_B, context)
             positions.append(positions_B)
@@ -170,7 +171,7 @@ class KVMap:
             positions_P, write_P, parts = self.prompt_rows(chunks)
             positions.append(positions_P)
             writes.append(write_P)
-        return TurnKV(self.pool, _join(positions), _join(writes), storage_BT, mask, parts if chunks else [])
+        return TurnKV(self.pool, join(positions), join(writes), storage_BT, mask, parts)
 
     def decode_rows(
         self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, ended_B: Tensor | None = None
@@ -191,8 +192,7 @@ class KVMap:
         """(positions [P], where they write [P], chunks) of prompt rows alone, (slot, start, rows, depth) each."""
         positions = [self._arange[start : start + rows] for _, start, rows, _ in chunks]
         writes = [self.table[slot, start : start + rows] + self._plane(depth) for slot, start, rows, depth in chunks]
-        none = self._arange[:0]
-        return _join(positions or [none]), _join(writes or [none]), [self.chunk(*chunk) for chunk in chunks]
+        return join(positions), join(writes), [self.chunk(*chunk) for chunk in chunks]
 
     def chunk(self, slot: int, start: int, rows: int, depth: int) -> Chunk:
         end, plane = start + rows, self._plane(depth)
@@ -208,5 +208,6 @@ class KVMap:
         return (depth - 1) * self.pool.positions if self.pool.planes > 1 else 0
 
 
-def _join(parts: list[Tensor]) -> Tensor:
+def join(parts: list[Tensor]) -> Tensor:
+    """Their rows one after the other; a single tensor as it is."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)
