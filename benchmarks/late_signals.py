@@ -2,9 +2,10 @@
 
 The modes take turns on the same requests, round by round, and a pair is a ratio of their sums. Time is that of the
 processor, since other programs share the machine (the wall clock stands beside it); all runs on one thread. `resident`
-reads out, samples and embeds in every turn, whether or not a row leaves: what that costs is measured alone on as many
-rows, and its ratio is given with and without it. Of a row that is alone the host must know plane and position to read
-its K/V as a slice, which with `resident` it does not: "sync, gathered" is `sync` without that slice.
+reads out, samples and embeds in every turn, whether or not a row leaves: what that costs is how much longer a turn of
+`sync` takes that does so once more ("sync, read out"), and the ratio is given with and without it. Of a row that is
+alone the host must know plane and position to read its K/V as a slice, which with `resident` it does not: "sync,
+gathered" is `sync` without that slice.
 
     python benchmarks/late_signals.py --out runs/late_signals
 """
@@ -15,6 +16,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from inspect import unwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ import torch
 from anydepth.bench.roofline import spread
 from anydepth.bench.rows import write_rows
 from anydepth.engine.engine import Engine
+from anydepth.engine.plan import Plan
 from anydepth.engine.sampling import greedy
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
@@ -30,8 +33,8 @@ from anydepth.models.nano.questions import questions
 from anydepth.models.ouro import Ouro
 from anydepth.types import Sampling
 
-SYNC, GATHERED = "sync", "sync, gathered"
-MODES = (SYNC, "exact", "resident", GATHERED)
+SYNC, READ_OUT, GATHERED = "sync", "sync, read out", "sync, gathered"
+MODES = (SYNC, READ_OUT, "exact", "resident", GATHERED)
 LARGE = {
     "model_type": "ouro",
     "hidden_size": 1024,
@@ -110,12 +113,11 @@ def compare(
     name: str, model: Model, asked: list[tuple[list[int], Sampling]], *, pairs: int, rounds: int
 ) -> list[dict[str, Any]]:
     """One row for each mode but `sync`: medians (least, most) over the pairs, each of so many rounds."""
-    modes = MODES if len(asked) == 1 else MODES[:-1]
+    modes = [mode for mode in MODES if len(asked) == 1 or mode != GATHERED]
     engines = {mode: new_engine(model, mode, asked) for mode in modes}
     for engine in engines.values():
         decode(engine, asked)
     costs: dict[str, list[Cost]] = {mode: [] for mode in modes}
-    readout_us = []
     for _ in range(pairs):
         sums = dict.fromkeys(modes, Cost(0, 0, 0.0, 0.0))
         for n in range(rounds):
@@ -123,8 +125,6 @@ def compare(
                 sums[mode] += decode(engines[mode], asked)
         for mode in modes:
             costs[mode].append(sums[mode])
-        readout_us.append(readout_cost(model, len(asked)))
-    a_row = [us / len(asked) for us in readout_us]
     rows = []
     for mode in modes[1:]:
         ratios = [cost.cpu_us / sync.cpu_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)]
@@ -144,23 +144,54 @@ def compare(
             "turns": costs[mode][0].turns,
         }
         if mode == "resident":
-            beyond = [
-                (cost.cpu_us - us) / sync.cpu_us for cost, sync, us in zip(costs[mode], costs[SYNC], a_row, strict=True)
-            ]
-            row |= {"readout_us_per_row": rounded(spread(a_row)), "ratio_beyond_readout": rounded(spread(beyond))}
+            paired = list(zip(costs[mode], costs[READ_OUT], costs[SYNC], strict=True))
+            readout = [read_out.cpu_us - sync.cpu_us for _, read_out, sync in paired]
+            beyond = [(mine.cpu_us - more) / sync.cpu_us for (mine, _, sync), more in zip(paired, readout, strict=True)]
+            row |= {"readout_us_per_segment": rounded(spread(readout)), "ratio_beyond_readout": rounded(spread(beyond))}
         rows.append(row)
     return rows
 
 
 def new_engine(model: Model, mode: str, asked: list[tuple[list[int], Sampling]]) -> Engine:
     pages = sum((len(prompt) + ask.max_tokens) // 16 + 1 for prompt, ask in asked)
-    signals = SYNC if mode == GATHERED else mode
+    signals = SYNC if mode in (READ_OUT, GATHERED) else mode
     engine = Engine(
         model, signals=signals, max_batch=len(asked), kv_pages=pages, max_batched_tokens=4096, prefix_sharing=False
     )
     if mode == GATHERED:
         engine.runner.lone_chunk = False
+    if mode == READ_OUT:
+        read_out_every_turn(engine)
     return engine
+
+
+def read_out_every_turn(engine: Engine) -> None:
+    """After each turn one more readout, of as many rows as it has."""
+    runner, run = engine.runner, unwrap(type(engine.runner).run)
+    readouts = [one_readout(engine.model, rows) for rows in range(len(engine.slots) + 1)]
+
+    @torch.inference_mode()
+    def run_and_read_out(plan: Plan) -> Any:
+        result = run(runner, plan)
+        readouts[plan.decode_rows]()
+        return result
+
+    runner.run = run_and_read_out
+
+
+def one_readout(model: Model, rows: int) -> Callable[[], None]:
+    """A readout, greedy choice, stop check and next embedding, as `resident` makes them."""
+    h_Bd = torch.randn(rows, model.shape.hidden)
+    left, limit = torch.ones(rows, dtype=torch.bool), torch.full((rows,), 60)
+    output, slots, pool = torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.zeros_like(h_Bd)
+
+    def read_out() -> None:
+        token = greedy(model.readout(model.shape.segments, h_Bd))
+        goes_on = output + 1 < limit
+        pool.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), h_Bd))
+        torch.stack((token, output, left & goes_on))
+
+    return read_out
 
 
 def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
@@ -176,31 +207,6 @@ def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     executed = sum(output.usage.segments_executed for output in outputs)
     return Cost(executed, engine.scheduler.turn - turns, cpu, wall)
-
-
-@torch.inference_mode()
-def readout_cost(model: Model, rows: int) -> float:
-    """Microseconds of one turn's readout, greedy choice, stop check and next embedding, as `resident` makes them."""
-    h_Bd = torch.randn(rows, model.shape.hidden)
-    left, limit = torch.ones(rows, dtype=torch.bool), torch.full((rows,), 60)
-    output, slots, pool = torch.zeros(rows, dtype=torch.int64), torch.arange(rows), torch.zeros_like(h_Bd)
-
-    def turn() -> None:
-        token = greedy(model.readout(model.shape.segments, h_Bd))
-        goes_on = output + 1 < limit
-        pool.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), h_Bd))
-        torch.stack((token, output, left & goes_on))
-
-    return per_call_us(turn, calls=50)
-
-
-def per_call_us(call: Callable[[], None], *, calls: int) -> float:
-    for _ in range(5):
-        call()
-    start = time.process_time()
-    for _ in range(calls):
-        call()
-    return (time.process_time() - start) / calls * 1e6
 
 
 def rounded(values: Any) -> list[float]:

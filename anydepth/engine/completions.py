@@ -46,14 +46,16 @@ class Buffer:
         logprob: Tensor | None = None,
         matches: Tensor | None = None,
     ) -> None:
-        """Copy all that the turn gives to the beginnings of the fields, of the numbers line by line (or all lines at
-        once), without waiting for it."""
-        self.numbers = self._memory.view(3, -1)
+        """Copy all that the turn gives to the beginnings of the fields, of the numbers line by line (or, whoever writes
+        a buffer so, always all lines at once), without waiting for it."""
         for line, values in numbers:
-            if line == ALL_LINES and values is not None:
-                self.numbers = self._memory[: values.numel()].view(values.shape)
+            if values is None:
+                continue
+            if line == ALL_LINES:
+                if self.numbers.shape != values.shape:
+                    self.numbers = self._memory[: values.numel()].view(values.shape)
                 self.numbers.copy_(values, non_blocking=True)
-            elif values is not None:
+            else:
                 self.numbers[line, : len(values)].copy_(values, non_blocking=True)
         if logprob is not None:
             self.logprob[: len(logprob)].copy_(logprob, non_blocking=True)

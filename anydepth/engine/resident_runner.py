@@ -161,7 +161,8 @@ class ResidentRunner:
         else:
             numbers = tuple(number for number, _, _ in known.policies)
             given = self.graphs.run((len(known.slots_B), numbers, slots.asks.stop_SK.shape, kind), known.slots_B, turn)
-        slots.keep_prompts(prompts, given.prompt_h_Pd)
+        if given.prompt_h_Pd is not None:
+            slots.keep_prompts(prompts, given.prompt_h_Pd)
         return given
 
     def _prompts(self, rows: tuple[Row, ...]) -> Prompts:

@@ -90,7 +90,7 @@ class Given(NamedTuple):
 
     given_3L: Tensor
     logprob_L: Tensor | None
-    prompt_h_Pd: Tensor
+    prompt_h_Pd: Tensor | None
 
 
 Policies = tuple[tuple[int, Policy, Tensor], ...]  # number, policy, state by slot
@@ -128,32 +128,27 @@ def run_turn(
         fill.leave(map.pool, write_B, torch.where(left, depth, segments))
 
     next_Bd = h_Bd
-    if prompts is not None:  # the last row of a prompt leaves, at full depth
+    if prompts is not None and h_Pd is not None:  # the last row of a prompt leaves, at full depth
         ending, last_Fd = prompts.ending_slots_F, h_Pd[prompts.ending_at_F]
         full = torch.full_like(ending, segments)
         slots, left = torch.cat((slots, ending)), torch.cat((left, full > 0))
         read_depth, kept = torch.cat((read_depth, full)), torch.cat((kept, 0 * full))
         read_Bd, next_Bd = torch.cat((read_Bd, last_Fd)), torch.cat((next_Bd, last_Fd))
         numbers = torch.cat((numbers, state.numbers_S8.index_select(0, ending)))
-        depth, _, output, runs, _, _, final, _ = numbers.unbind(1)
+        depth, position, output, runs, _, last, final, policy = numbers.unbind(1)
     token, logprob = _choose(asks, slots, output, model.readout(segments, read_Bd), kind)
 
-    on = left
+    gave = on = left.long()
     if kind.ends:
         goes_on = output < final
         if kind.stops:
             goes_on = goes_on & (asks.stop_SK.index_select(0, slots) != token.unsqueeze(1)).all(1)
-        on = left & goes_on  # one that ends stays where it is: there may be no further position
-        runs = runs * (on == left)
-    moved = (
-        (depth.masked_fill(left, 0) + 1).unsqueeze(1),
-        numbers[:, 1:3] + on.unsqueeze(1),
-        runs.unsqueeze(1),
-        kept.unsqueeze(1),
-    )
-    state.numbers_S8[:, :MOVING].index_copy_(0, slots, torch.cat(moved, 1))
+        on = gave * goes_on  # one that ends stays where it is: there may be no further position
+        runs = runs * (on == gave)
+    moved = (depth.masked_fill(left, 0) + 1, position + on, output + on, runs, kept, last, final, policy)
+    state.numbers_S8.index_copy_(0, slots, torch.stack(moved, 1))
     state.h_Sd.index_copy_(0, slots, torch.where(left.unsqueeze(1), model.embed(token), next_Bd))
-    return Given(torch.stack((token, read_depth, left)), logprob, h_Pd)
+    return Given(torch.stack((token, read_depth, gave)), logprob, h_Pd)
 
 
 def _segment(
@@ -166,13 +161,12 @@ def _segment(
     runs: Tensor,
     prompts: Prompts | None,
     kind: Kind,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(h of the decode rows, h of the prompt rows, where the decode rows wrote)."""
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(h of the decode rows, h of the prompt rows if there are any, where the decode rows wrote)."""
     write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, runs == 0 if kind.ends else None)
     h, rows = state.h_Sd.index_select(0, slots), len(slots)
     if prompts is None:
-        h = model.segment(1, h, TurnKV(map.pool, position, write_B, storage_BT, mask, []))
-        return h, h[rows:], write_B
+        return model.segment(1, h, TurnKV(map.pool, position, write_B, storage_BT, mask, [])), None, write_B
     kv = TurnKV(
         map.pool,
         torch.cat((position, prompts.positions_P)),

@@ -86,15 +86,15 @@ class TurnKV:
         self.storage_BT, self.mask_B11T, self.chunks = storage_BT, mask_B11T, chunks
 
     def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
-        pool = self.pool
-        keys, values = pool.data[layer].unbind()
+        pool, both = self.pool, self.pool.data[layer]
+        keys, values = both.unbind()
         keys.index_copy_(0, self.write_N, k_NGD.flatten(1))
         values.index_copy_(0, self.write_N, v_NGD.flatten(1))
         done, parts = 0, []
         if self.storage_BT is not None:
             done, context = self.storage_BT.shape
-            both = pool.data[layer].index_select(1, self.storage_BT.view(-1))
-            k, v = both.view(2, done, context, pool.groups, pool.head_dim).unbind()
+            seen = both.index_select(1, self.storage_BT.view(-1))
+            k, v = seen.view(2, done, context, pool.groups, pool.head_dim).unbind()
             parts.append(attend_rows(q_NHD[:done], k, v, self.mask_B11T))
         for rows, storage_T, mask_nT in self.chunks:
             if isinstance(storage_T, slice):
@@ -186,7 +186,7 @@ class KVMap:
         # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
         storage_BT = table * seen
         mask = torch.where(seen, self._open, self._shut)
-        return write_B, storage_BT, mask.unsqueeze(1).unsqueeze(1)
+        return write_B, storage_BT, mask.view(len(slots_B), 1, 1, context)
 
     def prompt_rows(self, chunks: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor, list[Chunk]]:
         """(positions [P], where they write [P], chunks) of prompt rows alone, (slot, start, rows, depth) each."""

@@ -186,10 +186,10 @@ FAULTS = {
         partial(late, "resident", Asked(0, prompt(3), {"max_tokens": 9, "depth": 1}), late=2, page_size=1),
     ),
     "a row that ended goes on": Fault(
-        resident_turn, "run_turn", "runs * (on == left)", "runs", partial(resident, late=2)
+        resident_turn, "run_turn", "runs * (on == gave)", "runs", partial(resident, late=2)
     ),
     "a row that ended moves on": Fault(
-        resident_turn, "run_turn", "on = left & goes_on", "on = left",
+        resident_turn, "run_turn", "on = gave * goes_on", "on = gave",
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2, fill="full"),
     ),
     "a row that ended writes where it stood": Fault(
