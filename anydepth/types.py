@@ -165,6 +165,7 @@ class Output:
     logprobs_mode: Literal["raw", "processed"] | None = None
     prompt_index: int = 0
     answer_index: int = 0
+    weight_version: int = 0  # how often the weights had been exchanged when it was made
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "train": SHARED | {"models", "exits"},
     "eval": SHARED | {"ops", "models", "exits", "engine", "reference"},
     "bench": SHARED | {"ops", "models", "exits", "engine"},
+    "rollout": SHARED | {"models", "exits", "engine", "train"},
     "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
 }
 COMMANDS = {
