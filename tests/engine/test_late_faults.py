@@ -105,7 +105,7 @@ FAULTS = {
         "s.leaves_at if s.depth - 1 == s.leaves_at else s.leaves_at + 1", partial(exact, late=5),
     ),
     "the answer of a token that has left counts for the next": Fault(
-        LateScheduler, "_ran", "row.start == s.position and row.depth == s.answered + 1", "True",
+        LateScheduler, "_ran", "token_at == s.position and row.depth == s.answered + 1", "True",
         partial(late, "exact", gated(exit_threshold=0.3), late=4),
     ),
     "a token that may still be a stop id counts as executed": Fault(
