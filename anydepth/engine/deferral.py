@@ -16,6 +16,8 @@ Tokens read at depths 1, 1, 3 after a prompt of 5 (R = 4):
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from anydepth.engine.plan import Row, Sequence
 
 
@@ -26,7 +28,8 @@ class Deferral:
 
     def __init__(self, segments: int, *, most: int, rows_per_turn: int) -> None:
         self.segments, self.most, self.rows_per_turn = segments, most, rows_per_turn
-        self._room = rows_per_turn
+        self._room = 0
+        self.peak = 0  # most positions that waited in one turn
 
     def begin(self, s: Sequence) -> None:
         """Before the first token, or that of another continuation, there is only the prompt, which ran whole."""
@@ -35,11 +38,13 @@ class Deferral:
         planned = [request.policy.planned(request.sampling, i, self.segments) for i in outputs]
         s.deepest = max((request.bounds[1] if depth is None else depth for depth in planned), default=1)
 
-    def begin_turn(self) -> None:
+    def rows(self, ready: list[Sequence], read: Callable[[Sequence], int | None]) -> list[Row]:
+        """The next decode rows, those of one position first; `read` as in Row, of a sequence's token."""
         self._room = self.rows_per_turn
+        self.peak = max(self.peak, sum(map(self.waiting, ready)))
+        return sorted((self._row(s, read(s)) for s in ready), key=lambda row: row.length > 1)
 
-    def row(self, s: Sequence, read: int | None) -> Row:
-        """The sequence's next decode row; `read` as in Row, of the token."""
+    def _row(self, s: Sequence, read: int | None) -> Row:
         start, end = s.caught_up[s.segment - 1], s.position + (not s.catching_up)
         length = 1 + min(end - start - 1, self._room)
         self._room -= length - 1

@@ -272,6 +272,7 @@ class Engine:
             "prefix_pages_copied": self.pages.copied,
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
+            **self._pending(),
             "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }
@@ -288,6 +289,19 @@ class Engine:
         most = min(DEFAULT_PENDING, self.context) if pending_positions is None else pending_positions
         _check_whole(pending_positions=most)
         return Deferral(self.model.shape.segments, most=most, rows_per_turn=rows_per_turn)
+
+    def _pending(self) -> dict[str, int]:
+        """Positions that wait under `deferred`: now, at most so far, in bytes, and the size of their pool."""
+        deferral, states = self.scheduler.deferral, self.slots.h_Wd
+        if deferral is None:
+            return {}
+        now = sum(map(deferral.waiting, self.scheduler.running.values()))
+        return {
+            "pending": now,
+            "pending_peak": deferral.peak,
+            "pending_peak_bytes": deferral.peak * states.shape[1] * states.itemsize,
+            "pending_pool_bytes": states.nbytes,
+        }
 
     def _host_pages(self, budget_bytes: int | None) -> int:
         """Pages that the host memory for preempted requests holds; ValueError for less than one request may need."""

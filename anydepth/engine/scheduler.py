@@ -263,8 +263,7 @@ class Scheduler:
     def _decode_rows(self, ready: list[Sequence]) -> list[Row]:
         if self.deferral is None:
             return [self._decode_row(s) for s in ready]
-        self.deferral.begin_turn()
-        return sorted((self.deferral.row(s, self._read(s)) for s in ready), key=lambda row: row.length > 1)
+        return self.deferral.rows(ready, self._read)
 
     def _decode_row(self, s: Sequence) -> Row:
         return Row(s, s.slot, s.depth, s.position, 1, self._read(s), False, False)
