@@ -73,12 +73,28 @@ def made(folders, out, **options):
     return result, (out / "report.html").read_text(), (out / "report.md").read_text()
 
 
+def test_a_change_is_split_into_the_decision_and_the_kv(study, tmp_path):
+    arm(study, "B1x", depth=2, right=399, fill="deferred", **GATE)
+    _, _, text = made(study, tmp_path / "out")
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| B1 | B0 ")]
+    whole, decision, kv = (float(rows[-1][n].split()[0].replace("−", "-")) for n in (2, 4, 5))
+    assert rows[-1][3] == "B1x" and whole == pytest.approx(decision + kv, abs=0.011) and kv == -0.2
+
+
 def test_everything_is_on_one_page_that_needs_nothing_else(study, tmp_path):
     _, html, text = made(study, tmp_path / "out")
     assert not re.search(r"(src|href)=\"(?!#)|https?:|@import|<script|url\((?!#)", html)
     assert "<svg" in html and "](pareto.png)" in text
     assert (tmp_path / "out/pareto.png").read_bytes().startswith(b"\x89PNG")
-    for title in ("Proposal", "Accuracy against work", "Arms", "Rules", "Pairs", "Effect of approximate K/V", "Depths"):
+    for title in (
+        "Proposal",
+        "Accuracy against work",
+        "Arms",
+        "Rules",
+        "Pairs",
+        "Effect of approximate K/V",
+        "Depths",
+    ):
         assert f"<h2>{title}</h2>" in html and f"## {title}\n" in text
     assert "80.0 (76.3–83.3)" in text  # Wilson, of 400 in 500
     assert "<h1>What leaving early costs looped on sums</h1>" in html

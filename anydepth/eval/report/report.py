@@ -25,7 +25,7 @@ from anydepth.eval.report.files import Gathered, Section, gather, not_run
 from anydepth.eval.report.page import Block, facts, markdown, template_environment
 from anydepth.eval.report.pairs import Pair, Pairs, doubles, pair_up
 from anydepth.eval.report.proposal import Proposal, propose, split_of
-from anydepth.eval.report.verdicts import kv_block, late_block, pairs_block, parting_block, rules_block
+from anydepth.eval.report.verdicts import kv_block, late_block, pairs_block, parting_block, rules_block, split_block
 from anydepth.record import Record, write_atomically
 
 HTML, MARKDOWN = "report.html", "report.md"
@@ -115,6 +115,7 @@ def _chapter(
         rules_block(pairs),
         pairs_block(pairs, margin_pp=margin_pp),
         kv_block(pairs),
+        split_block(pairs),
         late_block(pairs),
         parting_block(pairs),
         depths_block(section),

@@ -164,6 +164,33 @@ def kv_block(pairs: Pairs) -> Block | None:
     )
 
 
+def split_block(pairs: Pairs) -> Block | None:
+    """An early arm's change against full depth (B1 - B0) as a sum: of the decision to leave (B1x - B0), with exact K/V,
+    and of the K/V that stands in for the rest (B1 - B1x)."""
+    rows: list[Row] = []
+    for pair in pairs.kv:
+        whole, decision = pairs.against.get(pair.a.label), pairs.against.get(pair.b.label)
+        if whole is None or decision is None or whole.b.label != decision.b.label:
+            continue
+        parts = [each.found.outcome for each in (whole, decision, pair)]
+        cells = [
+            Cell(points(part.result.difference), f"{interval(part.result.interval)}, p = {p_value(part.result.p)}")
+            if part
+            else Cell("–")
+            for part in parts
+        ]
+        rows.append((pair.a.label, whole.b.label, cells[0], pair.b.label, cells[1], cells[2]))
+    if not rows:
+        return None
+    head = ("arm", "full depth", "change, pp", "with exact K/V", "of the decision to leave, pp", "of the K/V, pp")
+    return Block(
+        title="What leaving early costs: the decision and the K/V",
+        note="The change of right answers against full depth is that of the same exits with exact K/V, and what the "
+        "stand-in for the skipped K/V adds to it.",
+        tables=(Table(head=head, rows=tuple(rows)),),
+    )
+
+
 def late_block(pairs: Pairs) -> Block | None:
     """What late signals change, and what they cost: arms that differ in their signals alone."""
     rows: list[Row] = []
