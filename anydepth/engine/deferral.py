@@ -39,17 +39,26 @@ class Deferral:
         s.deepest = max((request.bounds[1] if depth is None else depth for depth in planned), default=1)
 
     def rows(self, ready: list[Sequence], read: Callable[[Sequence], int | None]) -> list[Row]:
-        """The next decode rows, those of one position first; `read` as in Row, of a sequence's token."""
-        self._room = self.rows_per_turn
-        self.peak = max(self.peak, sum(map(self.waiting, ready)))
-        return sorted((self._row(s, read(s)) for s in ready), key=lambda row: row.length > 1)
+        """The next decode rows: those of equal length together, then those alone of their length. `read` as in Row, of
+        a sequence's token."""
+        self._room, waiting = self.rows_per_turn, 0
+        rows = []
+        for s in ready:
+            rows.append(self._row(s, read(s)))
+            waiting += self.waiting(s)
+        self.peak = max(self.peak, waiting)
+        lengths = [row.length for row in rows]
+        return sorted(rows, key=lambda row: (lengths.count(row.length) == 1, row.length))
 
     def _row(self, s: Sequence, read: int | None) -> Row:
-        start, end = s.caught_up[s.segment - 1], s.position + (not s.catching_up)
-        length = 1 + min(end - start - 1, self._room)
-        self._room -= length - 1
-        whole = start + length == s.position + 1
-        return Row(s, s.slot, s.segment, start, length, read if whole else 0, False, False)
+        start, position, caught_up = s.caught_up[s.segment - 1], s.position, s.catching_up > 0
+        length = position + 1 - caught_up - start
+        if length > 1:
+            length = 1 + min(length - 1, self._room)
+            self._room -= length - 1
+        if start + length <= position:
+            read = 0
+        return Row(s, s.slot, s.segment, start, length, read, False, False)
 
     def ran(self, row: Row) -> bool:
         """Note what a decode row runs; whether that brings its token through the segment."""

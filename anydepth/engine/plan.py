@@ -163,7 +163,7 @@ class Leave(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one turn runs: moves of slots and pages in order, rows that leave before it (late signals only), then
-    decode rows (those of one position first), then prefill rows."""
+    decode rows (those of equal length together, then those alone of their length), then prefill rows."""
 
     segment: int  # of a layered model; with shared weights every row has its own depth
     rows: tuple[Row, ...]

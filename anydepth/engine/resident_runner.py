@@ -171,7 +171,7 @@ class ResidentRunner:
         ending = [n for n, row in enumerate(rows) if row.last]
         return Prompts(
             torch.cat(slots.prompt_rows(rows)),
-            *slots.map.prompt_rows(chunks),
+            *slots.map.chunks(chunks),
             slots.index(rows[n].slot for n in ending),
             slots.index(ends[n] - 1 for n in ending),
         )

@@ -163,17 +163,16 @@ def _segment(
     kind: Kind,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(h of the decode rows, h of the prompt rows if there are any, where the decode rows wrote)."""
-    write_B, storage_BT, mask = map.decode_rows(slots, position, depth, kind.context, runs == 0 if kind.ends else None)
+    ended = (runs == 0).unsqueeze(1) if kind.ends else None
+    write_B, seen = map.together(slots, position.unsqueeze(1), depth, kind.context, ended)
     h, rows = state.h_Sd.index_select(0, slots), len(slots)
     if prompts is None:
-        return model.segment(1, h, TurnKV(map.pool, position, write_B, storage_BT, mask, [])), None, write_B
+        return model.segment(1, h, TurnKV(map.pool, position, write_B, [seen])), None, write_B
     kv = TurnKV(
         map.pool,
         torch.cat((position, prompts.positions_P)),
         torch.cat((write_B, prompts.write_P)),
-        storage_BT if rows else None,
-        mask if rows else None,
-        prompts.chunks,
+        [seen, *prompts.chunks] if rows else prompts.chunks,
     )
     h = model.segment(1, torch.cat((h, prompts.h_Pd)), kv)
     return h[:rows], h[rows:], write_B

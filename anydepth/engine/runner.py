@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as List
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Fill
-from anydepth.ops.kv import TurnKV
+from anydepth.ops.kv import Group, TurnKV
 
 
 class Leaving(NamedTuple):
@@ -34,8 +35,8 @@ class Leaving(NamedTuple):
 
 
 class Runner:
-    """Runs plans over `slots`, each turn to its end. `lone_chunk`: a decode row that is alone is a chunk of one, for
-    which nothing is gathered or padded; the host must know its plane and position for that."""
+    """Runs plans over `slots`, each turn to its end. `lone_chunk`: a decode row that is alone, or the only one of its
+    length, is a chunk, for which nothing is gathered or padded; the host must know its plane and position for that."""
 
     lone_chunk = True
 
@@ -81,18 +82,21 @@ class Runner:
 
     def _tokens(self, decode: tuple[Row, ...], h_Nd: Tensor) -> Tensor:
         """[B, d], the last position of every decode row."""
-        if not decode or decode[-1].length == 1:  # the longer ones come last
+        if not self.fill.defers or all(row.length == 1 for row in decode):
             return h_Nd[: len(decode)]
         return h_Nd.index_select(0, self._index(end - 1 for end in itertools.accumulate(row.length for row in decode)))
 
     def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor, start_B: Tensor) -> TurnKV:
         """What the rows write and see."""
-        single = sum(row.length == 1 for row in plan.rows[: plan.decode_rows])
-        together = 0 if single == 1 and self.lone_chunk else single
-        decode = plan.rows[:together]
-        chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
-        context = max((row.start for row in decode), default=0) + 1
-        return self.slots.map.turn(slots_B[:together], start_B[:together], depth_B[:together], context, chunks)
+        groups, end = list[Group](), 0
+        for length, rows in itertools.groupby(plan.rows[: plan.decode_rows], key=attrgetter("length")):
+            starts = [row.start for row in rows]
+            if len(starts) == 1 and self.lone_chunk:  # only such ones come after it
+                break
+            own, end = slice(end, end + len(starts)), end + len(starts)
+            groups.append(Group(slots_B[own], start_B[own], depth_B[own], length, max(starts) + length))
+        chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[end:]]
+        return self.slots.map.turn(groups, chunks)
 
     def _index(self, values: Iterable[int]) -> Tensor:
         return self.slots.index(values)

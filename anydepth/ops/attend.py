@@ -1,7 +1,7 @@
 """Attention in torch: the definition that any kernel is tested against.
 
-Grouped queries: H query heads share G key/value heads, H / G each. Shape suffixes: B decode rows, n rows of a prefill
-chunk, T positions of context, H, G, D as in `models.base`. Masks are added to the scores: 0 or -inf.
+Grouped queries: H query heads share G key/value heads, H / G each. Shape suffixes: B rows, n query positions of a row,
+T positions of context, N, H, G, D as in `models.base`. Masks are added to the scores: 0 or -inf.
 """
 
 from __future__ import annotations
@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def attend_rows(q_BHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask_B11T: Tensor | None) -> Tensor:
-    """One query position a row, each over its own context; [B, H, D]."""
-    return _attend(q_BHD.unsqueeze(2), k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2), mask_B11T).squeeze(2)
+def attend_rows(q_NHD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, mask_B1nT: Tensor | None) -> Tensor:
+    """Query positions of B rows, n = N / B of each, every row over its own context; [N, H, D]."""
+    k, v = k_BTGD.transpose(1, 2), v_BTGD.transpose(1, 2)
+    if len(q_NHD) == len(k):
+        return _attend(q_NHD.unsqueeze(2), k, v, mask_B1nT).squeeze(2)
+    q = q_NHD.unflatten(0, (len(k), -1)).transpose(1, 2)
+    return _attend(q, k, v, mask_B1nT).transpose(1, 2).flatten(0, 1)
 
 
 def attend_chunk(q_nHD: Tensor, k_TGD: Tensor, v_TGD: Tensor, mask_nT: Tensor | None) -> Tensor:

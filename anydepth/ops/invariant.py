@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from anydepth.ops.attend import attend_rows, causal_mask
-from anydepth.ops.kv import TurnKV, join
+from anydepth.ops.kv import Chunk, Together, TurnKV, join
 
 KV_BLOCK = 64
 
@@ -108,22 +108,36 @@ def attend_each(q_nHD: Tensor, k: Tensor, v: Tensor, mask_n11T: Tensor) -> Tenso
 
 def _seen(turn: TurnKV, block: Block) -> Iterator[Seen]:
     done = 0
-    if turn.storage_BT is not None and turn.mask_B11T is not None:
-        done = len(turn.storage_BT)
-        if block.start < done:
-            own = slice(block.start, min(block.stop, done))
-            yield _padded(0, own.stop - own.start, turn.storage_BT[own], turn.mask_B11T[own])
-    for rows, storage, _ in turn.chunks:
-        start, stop = max(block.start, done), min(block.stop, done + rows)
-        done += rows
-        if start >= stop:
+    for part in turn.parts:
+        if isinstance(part, Together) and part.mask_B1nT.shape[2] == 1:
+            start, stop = max(block.start, done), min(block.stop, done + part.positions)
+            if start < stop:
+                own = slice(start - done, stop - done)
+                yield _padded(start - block.start, stop - block.start, part.storage_BT[own], part.mask_B1nT[own])
+            done += part.positions
             continue
-        if isinstance(storage, slice):
-            storage = torch.arange(storage.start, storage.stop, device=turn.positions.device)
-        # Later rows of the chunk have not been written yet: the context ends at the block's last row of it.
-        storage = storage[: len(storage) - (done - stop)]
-        mask = causal_mask(stop - start, len(storage), turn.pool.data.dtype, storage.device)
-        yield _padded(start - block.start, stop - block.start, storage.unsqueeze(0), mask[:, None, None])
+        for positions, storage in _contexts(turn, part, done):
+            start, stop = max(block.start, done), min(block.stop, done + positions)
+            done += positions
+            if start >= stop:
+                continue
+            # Later rows have not been written yet: the context ends at the block's last row of it.
+            storage = storage[: len(storage) - (done - stop)]
+            mask = causal_mask(stop - start, len(storage), turn.pool.data.dtype, storage.device)
+            yield _padded(start - block.start, stop - block.start, storage.unsqueeze(0), mask[:, None, None])
+
+
+def _contexts(turn: TurnKV, part: Chunk | Together, done: int) -> Iterator[tuple[int, Tensor]]:
+    """Of each request, how many positions it has here and the storage of its context up to the last of them."""
+    if isinstance(part, Together):
+        count = part.mask_B1nT.shape[2]
+        for row, storage in enumerate(part.storage_BT, start=1):
+            yield count, storage[: int(turn.positions[done + row * count - 1]) + 1]
+        return
+    storage = part.storage_T
+    if isinstance(storage, slice):
+        storage = torch.arange(storage.start, storage.stop, device=turn.positions.device)
+    yield part.positions, storage
 
 
 def _padded(start: int, stop: int, storage: Tensor, mask_n11T: Tensor) -> Seen:

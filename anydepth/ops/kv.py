@@ -62,49 +62,58 @@ class Chunk(NamedTuple):
     """Consecutive positions of one request: how many, the storage of its context up to the last of them (a slice where
     its pages lie in a row), and the mask [n, T] (None for a single position, which sees all of it)."""
 
-    rows: int
+    positions: int
     storage_T: Tensor | slice
     mask_nT: Tensor | None
 
 
+class Together(NamedTuple):
+    """Requests with as many consecutive positions each: how many in all, and of every request the storage of its
+    context, padded with the null page, and the mask."""
+
+    positions: int
+    storage_BT: Tensor
+    mask_B1nT: Tensor
+
+
 class TurnKV:
-    """What the rows of one turn write and see: `models.base.KV` over a KVPool. Valid for one call of `segment`.
+    """What the positions of one turn write and see: `models.base.KV` over a KVPool. Valid for one call of `segment`.
+    `parts` take the positions one after the other."""
 
-    Rows [0, B) are decode rows, each over `storage_BT` with `mask_B11T`; then come the rows of each chunk in turn.
-    """
-
-    def __init__(
-        self,
-        pool: KVPool,
-        positions_N: Tensor,
-        write_N: Tensor,
-        storage_BT: Tensor | None,
-        mask_B11T: Tensor | None,
-        chunks: list[Chunk],
-    ) -> None:
-        self.pool, self.positions, self.write_N = pool, positions_N, write_N
-        self.storage_BT, self.mask_B11T, self.chunks = storage_BT, mask_B11T, chunks
+    def __init__(self, pool: KVPool, positions_N: Tensor, write_N: Tensor, parts: Sequence[Chunk | Together]) -> None:
+        self.pool, self.positions, self.write_N, self.parts = pool, positions_N, write_N, parts
 
     def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         pool, both = self.pool, self.pool.data[layer]
         keys, values = both.unbind()
         keys.index_copy_(0, self.write_N, k_NGD.flatten(1))
         values.index_copy_(0, self.write_N, v_NGD.flatten(1))
-        done, parts = 0, []
-        if self.storage_BT is not None:
-            done, context = self.storage_BT.shape
-            seen = both.index_select(1, self.storage_BT.view(-1))
-            k, v = seen.view(2, done, context, pool.groups, pool.head_dim).unbind()
-            parts.append(attend_rows(q_NHD[:done], k, v, self.mask_B11T))
-        for rows, storage_T, mask_nT in self.chunks:
-            if isinstance(storage_T, slice):
-                k, v = keys[storage_T], values[storage_T]
+        done, mixed = 0, []
+        for part in self.parts:
+            count, storage, mask = part
+            q_nHD, done = q_NHD[done : done + count], done + count
+            if isinstance(part, Together):
+                seen = both.index_select(1, part.storage_BT.view(-1))
+                k, v = seen.view(2, *part.storage_BT.shape, pool.groups, pool.head_dim).unbind()
+                mixed.append(attend_rows(q_nHD, k, v, mask))
+                continue
+            if isinstance(storage, slice):
+                k, v = keys[storage], values[storage]
             else:
-                k, v = keys.index_select(0, storage_T), values.index_select(0, storage_T)
+                k, v = keys.index_select(0, storage), values.index_select(0, storage)
             k, v = (x.view(-1, pool.groups, pool.head_dim) for x in (k, v))
-            parts.append(attend_chunk(q_NHD[done : done + rows], k, v, mask_nT))
-            done += rows
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+            mixed.append(attend_chunk(q_nHD, k, v, mask))
+        return join(mixed)
+
+
+class Group(NamedTuple):
+    """Requests that run together: slots, first positions and depths, positions of each, and the largest context."""
+
+    slots_B: Tensor
+    starts_B: Tensor
+    depth_B: Tensor
+    length: int
+    context: int
 
 
 class KVMap:
@@ -151,45 +160,39 @@ class KVMap:
         planes = torch.arange(self.pool.planes, device=plane.device).unsqueeze(1) * self.pool.positions
         return (planes + plane).view(-1)
 
-    def turn(
-        self,
-        slots_B: Tensor,
-        positions_B: Tensor,
-        depth_B: Tensor,
-        context: int,
-        chunks: list[tuple[int, int, int, int]],
-    ) -> TurnKV:
-        """The TurnKV of decode rows (their largest context is `context`) and chunks (slot, start, rows, depth)."""
-        storage_BT = mask = None
-        positions, writes = [], []
-        parts: list[Chunk] = []
-        if len(slots_B):
-            write_B, storage_BT, mask = self.decode_rows(slots_B, positions_B, depth_B, context)
-            positions.append(positions_B)
-            writes.append(write_B)
+    def turn(self, groups: Sequence[Group], chunks: Sequence[tuple[int, int, int, int]]) -> TurnKV:
+        """The TurnKV of groups of requests that run together, and then of chunks (slot, start, positions, depth)."""
+        known: list[tuple[Tensor, Tensor, Sequence[Chunk | Together]]] = [self._group(group) for group in groups]
         if chunks:
-            positions_P, write_P, parts = self.prompt_rows(chunks)
-            positions.append(positions_P)
-            writes.append(write_P)
-        return TurnKV(self.pool, join(positions), join(writes), storage_BT, mask, parts)
+            known.append(self.chunks(chunks))
+        positions, writes, parts = zip(*known, strict=True) if known else ((), (), ())
+        return TurnKV(self.pool, join(positions), join(writes), [part for several in parts for part in several])
 
-    def decode_rows(
-        self, slots_B: Tensor, positions_B: Tensor, depth_B: Tensor, context: int, ended_B: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(where each row writes [B], what it sees [B, T], the mask [B, 1, 1, T]). Rows that `ended_B` says so of
-        write to the pool's scratch page."""
-        seen = self._arange[:context] <= positions_B.unsqueeze(1)
+    def _group(self, group: Group) -> tuple[Tensor, Tensor, list[Together]]:
+        slots_B, starts_B, depth_B, length, context = group
+        positions_Bn = starts_B.unsqueeze(1)
+        if length > 1:
+            positions_Bn = positions_Bn + self._arange[:length]
+        write_N, together = self.together(slots_B, positions_Bn, depth_B, context)
+        return positions_Bn.view(-1), write_N, [together]
+
+    def together(
+        self, slots_B: Tensor, positions_Bn: Tensor, depth_B: Tensor, context: int, ended_B1: Tensor | None = None
+    ) -> tuple[Tensor, Together]:
+        """(where each position writes [N], what it sees) of requests whose largest context is `context`. Those that
+        `ended_B1` says so of write to the pool's scratch page."""
+        seen_BnT = self._arange[:context] <= positions_Bn.unsqueeze(2)
         table = self.table[:, :context].index_select(0, slots_B) + self.pool.offset(depth_B).unsqueeze(1)
-        write_B = table.gather(1, positions_B.unsqueeze(1)).squeeze(1)
-        if ended_B is not None:
-            write_B = write_B.masked_fill(ended_B, self.pool.scratch)
-        # Beyond a row's length its pages hold anything, so it reads the null page there: zeroed by length.
-        storage_BT = table * seen
-        mask = torch.where(seen, self._open, self._shut)
-        return write_B, storage_BT, mask.view(len(slots_B), 1, 1, context)
+        write_Bn = table.gather(1, positions_Bn)
+        if ended_B1 is not None:
+            write_Bn = write_Bn.masked_fill(ended_B1, self.pool.scratch)
+        # Beyond a request's length its pages hold anything, so it reads the null page there: zeroed by length.
+        storage_BT = table * seen_BnT[:, -1]
+        mask = torch.where(seen_BnT, self._open, self._shut).unsqueeze(1)
+        return write_Bn.view(-1), Together(positions_Bn.numel(), storage_BT, mask)
 
-    def prompt_rows(self, chunks: list[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor, list[Chunk]]:
-        """(positions [P], where they write [P], chunks) of prompt rows alone, (slot, start, rows, depth) each."""
+    def chunks(self, chunks: Sequence[tuple[int, int, int, int]]) -> tuple[Tensor, Tensor, list[Chunk]]:
+        """(positions [P], where they write [P], what they see) of chunks, (slot, start, positions, depth) each."""
         positions = [self._arange[start : start + rows] for _, start, rows, _ in chunks]
         writes = [self.table[slot, start : start + rows] + self._plane(depth) for slot, start, rows, depth in chunks]
         return join(positions), join(writes), [self.chunk(*chunk) for chunk in chunks]
@@ -208,6 +211,6 @@ class KVMap:
         return (depth - 1) * self.pool.positions if self.pool.planes > 1 else 0
 
 
-def join(parts: list[Tensor]) -> Tensor:
+def join(parts: Sequence[Tensor]) -> Tensor:
     """Their rows one after the other; a single tensor as it is."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

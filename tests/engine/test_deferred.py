@@ -192,6 +192,10 @@ FAULTS = {
         intervals,
     ),
     "a block is not causal": Fault(KVMap, "chunk", "if rows > 1 else", "if rows > 1 and start == 0 else", intervals),
+    "blocks of equal length are not causal": Fault(
+        KVMap, "together", "torch.where(seen_BnT,", "torch.where(seen_BnT[:, -1:].expand_as(seen_BnT),",
+        partial(played, every(4), every(4, 7)),
+    ),
     "a tail is run after the end": Fault(
         LateScheduler, "_leave", "if s.issued < s.request.max_tokens:", "if True:", no_tail,
         also=(LateScheduler, "_goes", "return False", "return bool(s.catching_up)"),
@@ -209,7 +213,7 @@ FAULTS = {
         partial(played, every(4), every(6, 7), squeezes=((9, 0), (9, 0))),
     ),
     "a block that is cut short gives a token": Fault(
-        Deferral, "_row", "read if whole else 0", "read", partial(played, every(6), max_batched_tokens=2)
+        Deferral, "_row", "read = 0", "pass", partial(played, every(6), max_batched_tokens=2)
     ),
     "the next continuation builds on the one before": Fault(
         Deferral, "left", "if s.issued == 0:", "if False:",

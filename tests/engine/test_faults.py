@@ -115,9 +115,9 @@ FAULTS = {
         KVMap, "_plane", "(depth - 1) * self.pool.positions", "0 * depth", partial(lone, (5, TWO))
     ),
     "beyond a row's length its pages are read": Fault(
-        KVMap, "decode_rows", "table * seen", "table", partial(lone, (9, TWO), (2, TWO))
+        KVMap, "together", "table * seen_BnT[:, -1]", "table", partial(lone, (9, TWO), (2, TWO))
     ),
-    "a row does not see itself": Fault(KVMap, "decode_rows", "<= positions_B", "< positions_B", together),
+    "a row does not see itself": Fault(KVMap, "together", "<= positions_Bn", "< positions_Bn", together),
     "a chunk's rows see the next one": Fault(
         kv, "causal_mask", "context - rows + 1", "context - rows + 2", partial(lone, (5, ONE))
     ),

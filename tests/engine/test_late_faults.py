@@ -193,7 +193,7 @@ FAULTS = {
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2, fill="full"),
     ),
     "a row that ended writes where it stood": Fault(
-        KVMap, "decode_rows", "write_B.masked_fill(ended_B, self.pool.scratch)", "write_B",
+        KVMap, "together", "write_Bn.masked_fill(ended_B1, self.pool.scratch)", "write_Bn",
         partial(late, "resident", gated(), gated(7, max_tokens=2), late=2),
     ),
     "nobody is taken to have ended": Fault(

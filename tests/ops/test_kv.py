@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from anydepth.ops.fill import FILLS, load_fill
-from anydepth.ops.kv import KVMap, KVPool
+from anydepth.ops.kv import Group, KVMap, KVPool
 from anydepth.types import Shape
 
 SIZE, PAGES, PLANES, LAYERS = 4, 5, 3, 2
@@ -76,9 +76,9 @@ def test_rows_that_do_not_run_write_to_the_scratch_page():
     kv = KVMap(made, slots=3, max_positions=16)
     kv.seat(0, (1,))
     kv.seat(1, (2,))
-    ended = torch.tensor([False, True])
-    write, storage, _ = kv.decode_rows(torch.tensor([0, 1]), torch.tensor([2, 0]), torch.tensor([1, 2]), 3, ended)
-    assert write.tolist() == [6, made.scratch] and storage[0].tolist() == [4, 5, 6]
+    ended = torch.tensor([[False], [True]])
+    write, seen = kv.together(torch.tensor([0, 1]), torch.tensor([[2], [0]]), torch.tensor([1, 2]), 3, ended)
+    assert write.tolist() == [6, made.scratch] and seen.storage_BT[0].tolist() == [4, 5, 6]
     assert made.scratch // SIZE == made.pages - 1
 
 
@@ -95,7 +95,7 @@ def test_each_row_reads_its_own_positions_in_its_own_plane_and_nothing_else():
         for n, at in enumerate(storage):
             made.data[:, 0, (depth - 1) * POSITIONS + at] = 1.0
             made.data[:, 1, (depth - 1) * POSITIONS + at] = float(n)
-    turn = kv.turn(torch.tensor([0, 2]), torch.tensor([6, 2]), torch.tensor([1, 3]), 7, [])
+    turn = kv.turn([Group(torch.tensor([0, 2]), torch.tensor([6, 2]), torch.tensor([1, 3]), 1, 7)], [])
     assert turn.positions.tolist() == [6, 2] and turn.write_N.tolist() == [6, 2 * POSITIONS + 14]
     ones = torch.ones(2, 1, 4, dtype=torch.float64)
     out = turn.attend(1, torch.ones(2, 2, 4, dtype=torch.float64), ones, ones * 10)
@@ -116,6 +116,7 @@ def test_fills():
     assert facts == {
         "full": (3, True, False, None),
         "last_exited": (3, False, True, None),
+        "deferred": (3, False, False, None),
         "shared": (1, False, False, 1),
     }
     layered = shape(looped=False)
