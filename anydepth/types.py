@@ -263,4 +263,5 @@ class Request:
     priority: int = 0  # higher ones go first, and lower ones give way to them
     prompt_index: int = 0
     answer_index: int = 0
+    weight_version: int = 0  # of the weights that were there when it was submitted, and stay until it has ended
     submitted: bool = False  # a Request is used once: its text has been spoken then

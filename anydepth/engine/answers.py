@@ -87,6 +87,7 @@ def _last(
         logprobs_mode=sequence.logprobs_mode,
         prompt_index=request.prompt_index,
         answer_index=request.answer_index,
+        weight_version=request.weight_version,
     )
     token, depth, logprob = (read.token_id, read.depth, read.logprob) if read else (None, None, None)
     return Chunk(text, token, depth, logprob, reason, request.id, output, score)

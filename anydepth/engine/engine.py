@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -19,6 +19,7 @@ from anydepth.engine.submission import Submission, default_submission
 from anydepth.exits.base import Policy
 from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
+from anydepth.models.update import NewWeights, Source
 from anydepth.ops.fill import load_fill
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
 
@@ -109,13 +110,15 @@ class Engine:
             certificate=certificate,
         )
         self.work: list[TurnWork] | None = None
+        self.weight_version = 0
         self._aborted: list[Chunk] = []
+        self._held: list[Chunk] = []  # came while weights were exchanged, and are accounted for
         self._stepping, self._to_abort = False, list[str]()
         self._usage, self._ends, self._peak_pages = Usage(), Counter[str](), 0
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._aborted
+        return self.scheduler.idle and not self._aborted and not self._held
 
     def prepare(
         self,
@@ -176,13 +179,16 @@ class Engine:
             raise ValueError(f"request id {request.id!r} is in use; give another or abort the first")
         if request.submitted:
             raise ValueError(f"request {request.id!r} was submitted before; prepare a new one for another answer")
-        request.submitted = True
+        request.submitted, request.weight_version = True, self.weight_version
         self.scheduler.submit(request)
         return request
 
     def step(self) -> list[Chunk]:
         """Run one turn and return the tokens that came out of it; [] when idle. If a turn raises, the requests that
         were running end with `error`, those that wait stay, and the error goes to the caller."""
+        if self._held:
+            held, self._held = self._held, []
+            return held
         aborted, self._aborted = self._aborted, []
         if self.scheduler.idle:
             self.runner.drain()
@@ -240,6 +246,47 @@ class Engine:
             self._aborted.append(chunk)
         return chunk is not None
 
+    def update_weights(self, source: Source, *, in_flight: Literal["finish", "abort"] = "finish") -> int:
+        """Exchange the model's weights; the new version, which every request submitted from now on carries.
+
+        source: see `NewWeights`. in_flight: whether requests that were submitted and have not ended are finished on
+        the old weights first, those that wait included, or end with `abort`; the next step returns their Chunks.
+        Known prompt beginnings are forgotten. Raises ValueError, with weights, version and requests as they were, for
+        weights that do not fit and where there is a certificate, which is for the weights it was made with.
+        """
+        if in_flight not in ("finish", "abort"):
+            raise ValueError(f"in_flight is {in_flight!r}; allowed: 'finish', 'abort'")
+        if self.requests.certificate is not None:
+            raise ValueError(
+                "this engine keeps to a certificate, which is for the weights it was made with; load the model without "
+                "it to exchange them, and calibrate the result"
+            )
+        assert not self._stepping
+        weights = NewWeights(source, self.model)
+        for request_id in list(self.scheduler.sequences) if in_flight == "abort" else ():
+            self.abort(request_id)
+        held = list[Chunk]()
+        try:
+            while not self.idle:
+                held += self.step()
+        finally:
+            self._held = held + self._held
+        self.runner.drain()
+        try:
+            weights.write()
+        finally:
+            self.weights_changed()
+        return self.weight_version
+
+    def weights_changed(self) -> None:
+        """Say that the model's weights are others now, for engines that share a model. None of its requests may be
+        under way."""
+        assert self.scheduler.idle, "requests are under way"
+        self.pages.forget()
+        if self._invariant is not None:
+            self._invariant.measure()
+        self.weight_version += 1
+
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was made, and what is held now."""
         shape = self.model.shape
@@ -266,6 +313,7 @@ class Engine:
             "prefix_pages_copied": self.pages.copied,
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
+            "weight_version": self.weight_version,
             "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }

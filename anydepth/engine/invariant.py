@@ -26,7 +26,7 @@ class Invariant:
     """`model` in row blocks; a `models.base.Model` for the runner. `counts` has the row counts of each part.
 
     ValueError where the mode has not been measured, or where this machine's attention fails the measurement. It holds
-    for the number of threads and the (packed or plain) weights there are when it is made.
+    for the number of threads and the (packed or plain) weights there are when it is made, or measured again.
     """
 
     def __init__(self, model: Model) -> None:
@@ -42,6 +42,11 @@ class Invariant:
         self._model = model
         self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
         self.embed, self.cost, self.pack, self.slots = model.embed, model.cost, model.pack, model.slots
+        self.measure()
+
+    def measure(self) -> None:
+        """Find the row counts that may be used with the weights as they are now."""
+        model = self._model
         with torch.inference_mode():
             _check_attention(model)
             self._segment = RowBlocks(_counts(model, lambda h: model.segment(1, h, _Alone(model, len(h)))))

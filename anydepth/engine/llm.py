@@ -6,13 +6,14 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from anydepth.certificate import Certificate
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
 from anydepth.engine.submission import Submission
 from anydepth.models.load import load_checkpoint
+from anydepth.models.update import Source
 from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
 
 Prompt = str | Sequence[int]
@@ -115,9 +116,9 @@ class LLM:
         """Answers to all prompts, n each, prompt-major. One Sampling for all or one a prompt. Every prompt is checked
         before any work begins; ValueError names the one that is wrong. Requests of a higher `priority` that are under
         way at the same time go first. `progress` draws a bar on stderr."""
-        requests = self._requests(prompts, sampling, streaming=False, priority=priority)
+        requests = self.prepare(prompts, sampling, streaming=False, priority=priority)
         outputs: dict[str, Output] = {}
-        for chunk in _with_progress(self._run(requests), len(requests)) if progress else self._run(requests):
+        for chunk in _with_progress(self.run(requests), len(requests)) if progress else self.run(requests):
             if chunk.output is not None:
                 outputs[chunk.request_id] = chunk.output
         return [outputs[request.id] for request in requests]
@@ -142,7 +143,7 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Tokens of one or several answers as they come (`Chunk.request_id` tells answers apart). Closing the
         iterator early aborts what is left. Checks are made before the first token is asked for."""
-        return self._run(self._requests(prompts, sampling, streaming=True, priority=priority))
+        return self.run(self.prepare(prompts, sampling, streaming=True, priority=priority))
 
     def score(
         self,
@@ -170,23 +171,43 @@ class LLM:
             requests.append(request)
             owners[request.id] = iter(members)
         scores: dict[int, Score] = {}
-        for chunk in self._run(requests) if engine is self.engine else engine.run(requests):
+        for chunk in self.run(requests) if engine is self.engine else engine.run(requests):
             if chunk.score is not None:
                 scores[next(owners[chunk.request_id])] = chunk.score
         return [scores[i] for i in range(len(pairs))]
+
+    def update_weights(self, source: Source, *, in_flight: Literal["finish", "abort"] = "finish") -> int:
+        """Exchange the model's weights for those in a state dict (by the released names), a .safetensors file or a
+        folder of them; the new version. `Output.weight_version` says which weights an answer is of: 0 those that were
+        loaded, then one more each time.
+
+        in_flight: what becomes of answers that were begun: they are finished on the old weights first ("finish"; their
+        chunks wait for whoever iterates), or end with finish_reason "abort". Iterators whose first chunk has not been
+        asked for run on the new ones. Prompt beginnings that are known are forgotten.
+
+        Everything is checked before the first weight is written: ValueError, with weights, version and answers as they
+        were, for names that are missing or unknown, other shapes, numbers that are not finite, and an LLM that keeps to
+        a certificate. `checkpoint` goes on describing what was loaded.
+        """
+        version = self.engine.update_weights(source, in_flight=in_flight)
+        if self._scorer is not None and self._scorer is not self.engine:
+            self._scorer.weights_changed()
+        return version
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine: turns, tokens, segments, pages."""
         return self.engine.stats()
 
-    def _requests(
+    def prepare(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None,
+        sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        streaming: bool,
-        priority: int,
+        streaming: bool = False,
+        priority: int = 0,
     ) -> list[Request]:
+        """Checked requests for `run`, n a prompt, prompt-major; nothing is queued. ValueError names the prompt that is
+        wrong."""
         prompts = _listed(prompts)
         each = (
             list(sampling)
@@ -235,9 +256,11 @@ class LLM:
             pairs.append((ids, tuple(continuation)))
         return pairs
 
-    def _run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
-        """Queue the requests when the first chunk is asked for (an iterator that never starts holds nothing), and step
-        the engine until all have ended. Chunks of others wait in their inbox; ours may be in our own when another
+    def run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+        """Chunks of prepared requests as they come. Closing the iterator early aborts what is left.
+
+        The requests are queued when the first chunk is asked for (an iterator that never starts holds nothing), and the
+        engine is stepped until all have ended. Chunks of others wait in their inbox; ours may be in our own when another
         iterator stepped the engine meanwhile."""
         left: set[str] = set()
         try:

@@ -140,8 +140,8 @@ class Scheduler:
         ids = sequence.request.prompt_ids
         # The position whose state gives the first token runs in any case.
         held, at = self.pages.find(ids, sequence.prefill_end - (sequence.prefill_end == len(ids)))
-        if self.pages.sharing and self._soon_known(sequence) > at // self.pages.size:
-            return False  # a running request is about to prefill more of it
+        if self.pages.sharing and self._soon_more(sequence, at):
+            return False
         source = held.pop() if at % self.pages.size else None
         needed = self.pages.needed(len(ids)) - len(held)
         if not self._seat(sequence, needed, held, source):
@@ -155,16 +155,16 @@ class Scheduler:
             self._plan_depth(sequence)
         return True
 
-    def _soon_known(self, sequence: Sequence) -> int:
-        """Whole pages of a prompt's beginning, all but its last position, that a running request of no lower priority
-        has in common with it and has not prefilled yet."""
+    def _soon_more(self, sequence: Sequence, at: int) -> bool:
+        """Whether a running request of no lower priority is about to prefill more of a prompt than the `at` positions
+        that are known: a whole page more, or all but its last position."""
         ids, size, most = sequence.request.prompt_ids, self.pages.size, 0
         for other in self.running.values():
             lower = other.request.priority < sequence.request.priority
             if other.prefilling and not lower and other.request.prompt_ids[:size] == ids[:size]:
                 common = common_beginning(other.request.prompt_ids[: other.prefill_end], ids[:-1])
-                most = max(most, common // size)
-        return most
+                most = max(most, common)
+        return most // size > at // size or most == len(ids) - 1 > at
 
     def _seat(self, sequence: Sequence, needed: int, held: list[int], source: int | None) -> bool:
         """Seat a sequence on the pages `held` by others too and `needed` pages of its own, the first of them a copy of

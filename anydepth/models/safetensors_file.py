@@ -21,32 +21,20 @@ INDEX = "model.safetensors.index.json"
 MAPPED_BYTES = 16 << 20
 
 
-class SafetensorsFolder:
-    """Weights of a folder. Opening checks every header; tensor data is read by `rows` alone.
+class SafetensorsFiles:
+    """Tensors of one or several files. Opening checks every header; tensor data is read by `rows` alone.
 
-    `shapes`: tensor name -> shape, over all shards. `files`: the weight files. `stored_dtype`: the config's, else the
-    first tensor's. Raises ValueError for what is missing, corrupt, contradictory or a pickle.
+    `shapes`: tensor name -> shape, over all files. `first_dtype`: of the first tensor, None where there is none. Raises
+    ValueError for what is corrupt, stored twice, no plain float or a pickle.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.config = read_json(folder / "config.json", needed=True)
-        self.generation_config = read_json(folder / "generation_config.json")
-        if self.config.get("quantization_config"):
-            raise ValueError(
-                f"{folder}/config.json has a quantization_config; allowed: plain {', '.join(FLOATS)} "
-                f"tensors. Use the unquantised checkpoint or a .gguf file"
-            )
-        self.files, index = shards(folder)
+    def __init__(self, files: tuple[Path, ...]) -> None:
+        self.files = files
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._file_of: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         self._mapped_bytes = 0
-        kinds = [self._read_header(path) for path in self.files]
-        if index is not None:
-            self._check_index(folder, index)
-        dtype = self.config.get("dtype") or self.config.get("torch_dtype") or next(filter(None, kinds), "float32")
-        self.stored_dtype = str(dtype).removeprefix("torch.")
+        self.first_dtype = next(filter(None, [self._read_header(path) for path in files]), None)
 
     def _read_header(self, path: Path) -> str | None:
         """Names and shapes of one file; its first tensor's dtype."""
@@ -71,15 +59,6 @@ class SafetensorsFolder:
             raise ValueError(f"{path} is truncated or no safetensors file ({error}); download it again") from error
         return first
 
-    def _check_index(self, folder: Path, index: dict[str, str]) -> None:
-        for name, shard in index.items():
-            found = self._file_of.get(name)
-            if found is None or found.name != shard:
-                where = f"it is in {found.name}" if found else "no shard has it"
-                raise ValueError(
-                    f"{folder / INDEX} says tensor {name} is in {shard}, but {where}; download the checkpoint again"
-                )
-
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         """(first row, rows) of a tensor, piece by piece and in order, on the CPU in the stored dtype.
 
@@ -96,10 +75,6 @@ class SafetensorsFolder:
             yield start, part
         self._release()
 
-    def tokenizer(self) -> Tokenizer | None:
-        """The folder's, None where it has no tokenizer.json."""
-        return Tokenizer.from_folder(self.folder) if (self.folder / "tokenizer.json").is_file() else None
-
     def _slice(self, name: str, start: int, stop: int) -> Tensor:
         path = self._file_of[name]
         if self._open is None or self._open[0] != path or self._mapped_bytes >= MAPPED_BYTES:
@@ -110,6 +85,41 @@ class SafetensorsFolder:
     def _release(self) -> None:
         if self._mapped_bytes >= MAPPED_BYTES:
             self._open = None
+
+
+class SafetensorsFolder(SafetensorsFiles):
+    """Weights of a folder with a config.json. `stored_dtype`: the config's, else the first tensor's. Raises ValueError
+    for what is missing, corrupt, contradictory or a pickle.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.config = read_json(folder / "config.json", needed=True)
+        self.generation_config = read_json(folder / "generation_config.json")
+        if self.config.get("quantization_config"):
+            raise ValueError(
+                f"{folder}/config.json has a quantization_config; allowed: plain {', '.join(FLOATS)} "
+                f"tensors. Use the unquantised checkpoint or a .gguf file"
+            )
+        files, index = shards(folder)
+        super().__init__(files)
+        if index is not None:
+            self._check_index(folder, index)
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype") or self.first_dtype or "float32"
+        self.stored_dtype = str(dtype).removeprefix("torch.")
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The folder's, None where it has no tokenizer.json."""
+        return Tokenizer.from_folder(self.folder) if (self.folder / "tokenizer.json").is_file() else None
+
+    def _check_index(self, folder: Path, index: dict[str, str]) -> None:
+        for name, shard in index.items():
+            found = self._file_of.get(name)
+            if found is None or found.name != shard:
+                where = f"it is in {found.name}" if found else "no shard has it"
+                raise ValueError(
+                    f"{folder / INDEX} says tensor {name} is in {shard}, but {where}; download the checkpoint again"
+                )
 
 
 def shards(folder: Path) -> tuple[tuple[Path, ...], dict[str, str] | None]:

@@ -22,6 +22,11 @@ class EngineBackend(Backend):
     def __init__(self, llm: LLM) -> None:
         if llm.tokenizer is None:
             raise ValueError(f"model {llm.checkpoint.name} has no tokenizer, which questions need; give one to LLM")
+        if llm.engine.weight_version:
+            raise ValueError(
+                f"the weights of {llm.checkpoint.name} were exchanged after it was loaded, so its name and hash do not say "
+                f"what is evaluated; save them as a checkpoint and load that"
+            )
         self.llm, self.tokenizer = llm, llm.tokenizer
         self.model_name, self.model_hash = llm.checkpoint.name, llm.checkpoint.model_hash
         shape = llm.engine.model.shape
