@@ -7,7 +7,7 @@ Everything is a pure function of (seed, step, micro-batch), so a resumed run nee
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from random import Random
 
 import torch
@@ -56,8 +56,12 @@ class Batch:
         own = self.blocks_BT[:, :, None] == self.blocks_BT[:, None, :]
         context = (self.blocks_BT == _CONTEXT)[:, None, :]
         length = self.blocks_BT.shape[1]
-        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        causal = torch.ones(length, length, dtype=torch.bool, device=own.device).tril()
         return (own | context) & causal
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on another device."""
+        return Batch(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 def pack(asked: Sequence[q.Question]) -> Row:

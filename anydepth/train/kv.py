@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anydepth.models.ouro import Ouro
+from anydepth.models.base import Model
 from anydepth.train.data import Batch
 
 
@@ -46,7 +46,7 @@ class DenseKV:
         return mixed.transpose(1, 2).reshape(q_NHD.shape)
 
 
-def all_depths(model: Ouro, batch: Batch, *, exit_depths_BT: Tensor | None = None) -> list[Tensor]:
+def all_depths(model: Model, batch: Batch, *, exit_depths_BT: Tensor | None = None) -> list[Tensor]:
     """h_1 .. h_R of the answer positions, each [A, d]."""
     kv = DenseKV(batch, exit_depths_BT=exit_depths_BT)
     h = model.embed(batch.ids_BT.reshape(-1))
