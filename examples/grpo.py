@@ -23,9 +23,9 @@ from typing import Any
 import torch
 
 from anydepth import LLM, Sampling
-from anydepth.models.nano.questions import Question, Split, final_answer, grade, questions
+from anydepth.models.nano.questions import Question, final_answer, grade, questions
 from anydepth.provenance import PACKAGES, provenance
-from anydepth.record import Record, RecordWriter
+from anydepth.record import Record, RecordWriter, Sample
 from anydepth.stats import compare_paired, wilson
 
 START = Path(__file__).parent / "grpo_start"
@@ -34,7 +34,7 @@ ARMS = {
     "depth-2": Sampling(depth=2),
     "interval-4": Sampling(interval=4, shallow_depth=2),
 }
-GROUP, PROMPTS = 8, 8  # answers a prompt, prompts a step
+GROUP, PROMPTS = 8, 16  # answers a prompt, prompts a step
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--arm", choices=ARMS, action="append", help="one or more; default: all")
     parser.add_argument("--start", type=Path, default=START, help="checkpoint to begin with")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--split", choices=("validation", "calibration", "test"), default="validation")
     parser.add_argument("--questions", type=int, default=2160, help="held-out questions asked before and after")
     parser.add_argument("--fill", choices=("full", "deferred"), default="full", help="same answers, other work")
@@ -122,6 +122,7 @@ def train(arm: str, llm: LLM, asked: argparse.Namespace) -> list[dict[str, float
             max_steps=asked.steps,
             max_completion_length=64,
             learning_rate=asked.learning_rate,
+            adam_beta2=0.95,
             seed=asked.seed,
             bf16=False,
             gradient_checkpointing=False,
@@ -165,7 +166,7 @@ class Exact:
         return [float(final_answer(said) == right) for said, right in zip(completions, gold, strict=True)]
 
 
-def summary(samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(samples: Sequence[Sample]) -> dict[str, Any]:
     """What came out, from the lines of a Record."""
     steps = [line for line in samples if line["id"].startswith("step-")]
     stages = [

@@ -1,8 +1,8 @@
 """GRPO by TRL on answers of anydepth's engine, trained with the probabilities that the answers were sampled with.
 
 TRL shows what a rollout returns beside its tokens (here: depths) to reward functions only, and then asks the model for
-full-depth probabilities. `RolloutGRPOTrainer` asks `replay` instead, at the depths and K/V semantics of the rollout, and
-compares: before the weights have moved, replay and rollout must say the same. GRPO: arXiv 2402.03300.
+full-depth probabilities. `RolloutGRPOTrainer` asks `replay` instead, at the depths and K/V semantics of the rollout,
+and compares: before the weights have moved, replay and rollout must say the same. GRPO: arXiv 2402.03300.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         )
         if not found.max_difference <= self.limit:
             raise RuntimeError(
-                f"replay and rollout of the same weights differ by {found.max_difference:.2e}, allowed: {self.limit:g}; "
-                f"are llm and model of one dtype ({self.llm.checkpoint.model.dtype}, {self.model.dtype})?"
+                f"replay and rollout of the same weights differ by {found.max_difference:.2e}, allowed: "
+                f"{self.limit:g}; give llm ({self.llm.checkpoint.model.dtype}) and model ({self.model.dtype}) one dtype"
             )
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["rollout/weight_version"] = [float(max(versions))]
