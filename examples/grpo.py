@@ -99,9 +99,10 @@ def run(arm: str, asked: argparse.Namespace) -> Record:
         ),
     ) as record:
         answer(record, llm, held_out, arm, stage=0)
-        if ("step-0", 0) not in record.done:
+        if (f"step-{asked.steps - 1}", 0) not in record.done:
             for number, step in enumerate(train(arm, llm, asked)):
-                record.append({"id": f"step-{number}", "answer_index": 0, **step})
+                if (f"step-{number}", 0) not in record.done:
+                    record.append({"id": f"step-{number}", "answer_index": 0, **step})
         answer(record, LLM(asked.out / arm / "model", fill=asked.fill, max_batch=64), held_out, arm, stage=1)
         return record.finish(summary(record.samples))
 
