@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from large_model import LARGE, random_ouro
 
 from anydepth.bench.roofline import spread
 from anydepth.bench.rows import write_rows
@@ -25,20 +26,9 @@ from anydepth.engine.engine import Engine
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
 from anydepth.models.nano.questions import Question, questions
-from anydepth.models.ouro import Ouro
 from anydepth.types import Sampling
 
-LARGE = {
-    "model_type": "ouro",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 4096,
-    "max_position_embeddings": 512,
-    "total_ut_steps": 4,
-}
+WIDE = LARGE | {"num_hidden_layers": 7, "vocab_size": 4096}
 
 
 def main() -> None:
@@ -94,12 +84,12 @@ def time_nano(
 
 def time_large(options: argparse.Namespace) -> dict[str, Any]:
     """A looped model of about 100M random parameters, depths replayed from a seeded trace, one request at a time."""
-    model = random_ouro(LARGE, seed=options.seed)
+    model = random_ouro(WIDE, seed=options.seed)
     parameters = sum(slot.numel() for slot in model.slots().values())
-    model.pack()
+    model.pack()  # which asking for the slots undid
     draw = random.Random(options.seed)
     length = 40
-    prompt = [draw.randrange(LARGE["vocab_size"]) for _ in range(16)]
+    prompt = [draw.randrange(WIDE["vocab_size"]) for _ in range(16)]
     trace = [4, *(draw.choice((1, 1, 2, 2, 3, 4)) for _ in range(length - 1))]
     cells = [Cell("never", Sampling()), Cell("trace", Sampling(trace=trace))]
     timed = matched_work(
@@ -113,15 +103,6 @@ def time_large(options: argparse.Namespace) -> dict[str, Any]:
         seed=options.seed,
     )[1]
     return {"model": f"looped, {parameters / 1e6:.0f}M random", "concurrency": 1, **timed.asdict()}
-
-
-def random_ouro(config: dict[str, Any], *, seed: int) -> Ouro:
-    """A model whose numbers are small and random; what it says does not matter here."""
-    model = Ouro(config, dtype=torch.float32, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    for slot in model.slots().values():
-        slot.copy_(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
-    return model
 
 
 def host_ms(model: Model, prompts: list[list[int]], sampling: Sampling) -> float:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from large_model import LARGE, random_ouro
 
 from anydepth.bench.roofline import spread
 from anydepth.bench.rows import write_rows
@@ -30,23 +31,10 @@ from anydepth.engine.sampling import greedy
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
 from anydepth.models.nano.questions import questions
-from anydepth.models.ouro import Ouro
 from anydepth.types import Sampling
 
 SYNC, READ_OUT, GATHERED = "sync", "sync, read out", "sync, gathered"
 MODES = (SYNC, READ_OUT, "exact", "resident", GATHERED)
-LARGE = {
-    "model_type": "ouro",
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "vocab_size": 1024,
-    "max_position_embeddings": 512,
-    "total_ut_steps": 4,
-}
-GATE_BIAS = 0.3  # depths of 1 to 4 at a threshold of 0.7
 
 
 class Cost(NamedTuple):
@@ -211,17 +199,6 @@ def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
 
 def rounded(values: Any) -> list[float]:
     return [round(float(value), 4) for value in values]
-
-
-def random_ouro(config: dict[str, Any], *, seed: int) -> Ouro:
-    """A model whose numbers are small and random, and a gate that lets tokens go at all depths."""
-    model = Ouro(config, dtype=torch.float32, device=torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    for slot in model.slots().values():
-        slot.copy_(torch.randn(slot.shape, generator=generator) * slot.shape[-1] ** -0.5)
-    model.slots()["model.early_exit_gate.bias"].fill_(GATE_BIAS)
-    model.pack()
-    return model
 
 
 if __name__ == "__main__":

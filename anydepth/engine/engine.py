@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from anydepth.certificate import Certificate
+from anydepth.engine.deferral import Deferral
 from anydepth.engine.invariant import Invariant, in_blocks
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import TurnWork
@@ -26,6 +27,7 @@ from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict
 if TYPE_CHECKING:
     from anydepth.models.tokenizer import Tokenizer  # its library is not needed to run on token ids
 
+DEFAULT_PENDING = 256  # positions of a request that may wait under fill `deferred`
 DEFAULT_CONTEXT = 2048  # positions a slot that the default pool provides for
 DEFAULT_HOST_BYTES = 4 << 30  # for preempted requests; taken only when it is needed
 DEFAULT_POOL_BYTES = 4 << 30  # on a CPU, where untouched pages cost nothing
@@ -55,6 +57,7 @@ class Engine:
         page_size: int = 16,
         kv_pages: int | None = None,
         max_batched_tokens: int = 512,
+        pending_positions: int | None = None,
         prefix_sharing: bool = True,
         host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
@@ -86,9 +89,11 @@ class Engine:
         self.submission.check(self.mode.name, model.device)
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
         self.context = min(shape.max_positions, kv_pages * page_size)
-        self.slots = self.mode.slots(
-            model, self.fill, slots=max_batch, pages=kv_pages, page_size=page_size, context=self.context
-        )
+        sizes = {"slots": max_batch, "pages": kv_pages, "page_size": page_size, "context": self.context}
+        deferral = self._deferral(pending_positions, max_batched_tokens)
+        if deferral is not None:
+            sizes["states_per_slot"] = deferral.most + 1
+        self.slots = self.mode.slots(model, self.fill, **sizes)
         self.scheduler = self.mode.scheduler(
             self.fill,
             segments=shape.segments,
@@ -98,6 +103,7 @@ class Engine:
             max_batched_tokens=max_batched_tokens,
             prefill_rows=self.fill.prefill_rows,
             host_pages=self._host_pages(host_kv_bytes),
+            deferral=deferral,
         )
         self.runner = self.mode.runner(
             self._invariant or model, self.fill, self.slots, lateness=self.lateness, submission=self.submission
@@ -314,8 +320,35 @@ class Engine:
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
             "weight_version": self.weight_version,
+            **self._pending(),
             "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
+        }
+
+    def _deferral(self, pending_positions: int | None, rows_per_turn: int) -> Deferral | None:
+        """What plans positions that wait; None where the fill lets none wait."""
+        if not self.fill.defers:
+            if pending_positions is not None:
+                raise ValueError(
+                    f"pending_positions is {pending_positions!r}, but under fill {self.fill.name!r} no position waits: "
+                    f"leave it out, or give fill='deferred'"
+                )
+            return None
+        most = min(DEFAULT_PENDING, self.context) if pending_positions is None else pending_positions
+        _check_whole(pending_positions=most)
+        return Deferral(self.model.shape.segments, most=most, rows_per_turn=rows_per_turn)
+
+    def _pending(self) -> dict[str, int]:
+        """Positions that wait under `deferred`: now, at most so far, in bytes, and the size of their pool."""
+        deferral, states = self.scheduler.deferral, self.slots.h_Wd
+        if deferral is None:
+            return {}
+        now = sum(map(deferral.waiting, self.scheduler.running.values()))
+        return {
+            "pending": now,
+            "pending_peak": deferral.peak,
+            "pending_peak_bytes": deferral.peak * states.shape[1] * states.itemsize,
+            "pending_pool_bytes": states.nbytes,
         }
 
     def _host_pages(self, budget_bytes: int | None) -> int:

@@ -51,8 +51,8 @@ class LateScheduler(Scheduler):
         self.turn += 1
         for row in plan.rows[: plan.decode_rows]:
             sequence = row.sequence
-            sequence.in_flight += 1
-            sequence.depth += 1
+            sequence.in_flight += row.length
+            sequence.depth += self._through(row)
             sequence.ready_since = self.turn
         for row in plan.rows[plan.decode_rows :]:
             self._prompt_submitted(row)
@@ -89,6 +89,8 @@ class LateScheduler(Scheduler):
         answer of round k."""
         if s.issued == s.request.max_tokens:
             return False
+        if s.catching_up:
+            return True
         ran, target = s.depth - 1, self._target(s)
         if ran == target:
             self._complete.add(s)
@@ -112,13 +114,12 @@ class LateScheduler(Scheduler):
         left = Leave(s, s.slot, s.issued, s.position, depth, kept)
         s.issued, s.depth, s.answered, s.leaves_at = s.issued + 1, 1, 0, None
         if s.issued < s.request.max_tokens:
-            self._plan_depth(s)
+            self._next_token(s)
         return left
 
-    def _decode_row(self, s: Sequence) -> Row:
+    def _read(self, s: Sequence) -> int | None:
         """A row whose token is known to leave is not asked again."""
-        read = s.planned if s.leaves_at is None else self._target(s)
-        return Row(s, s.slot, s.depth, s.position, 1, read, False, False)
+        return s.planned if s.leaves_at is None else self._target(s)
 
     def _prompt_submitted(self, row: Row) -> None:
         s = row.sequence
@@ -137,7 +138,8 @@ class LateScheduler(Scheduler):
         if row.prefill:
             s.usage.segments_prefill += row.length
             return
-        s.usage.segments_executed += 1
-        if leaves is not None and row.start == s.position and row.depth == s.answered + 1 and s.leaves_at is None:
+        s.usage.segments_executed += row.length
+        token_at = row.start + row.length - 1
+        if leaves is not None and token_at == s.position and row.depth == s.answered + 1 and s.leaves_at is None:
             s.answered = row.depth
             s.leaves_at = row.depth if leaves else None

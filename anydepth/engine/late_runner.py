@@ -28,7 +28,7 @@ class LateSlots(Slots):
 
     def __init__(self, model: Model, fill: Fill, **options: int) -> None:
         super().__init__(model, fill, **options)
-        self.tallied_S = torch.full((len(self.h_Sd),), COUNTS, device=self.device)
+        self.tallied_S = torch.full((len(self.kept_h_Sd),), COUNTS, device=self.device)
 
     def rows(self) -> list[Tensor]:
         return [*super().rows(), self.tallied_S]
@@ -89,18 +89,21 @@ class LateRunner(Runner):
         slots, copied = self.slots, [x for x in leaving if x.depth and x.depth < self.segments and self.fill.copies]
         depths = tuple(leave.depth or 0 for leave in copied)
         numbers = [leave.slot for leave in leaving]  # one transfer for all
+        numbers += [slots.place(leave.slot, leave.position) for leave in leaving]
+        numbers += [slots.place(leave.slot, leave.position + 1) for leave in leaving]
         numbers += [slots.map.place(leave.slot, leave.position) for leave in copied]
-        slots_L, places, depth = self._index((*numbers, *depths)).split((len(leaving), len(copied), len(copied)))
+        sizes = [len(leaving)] * 3 + [len(copied)] * 2
+        slots_L, at_L, next_L, places, depth = self._index((*numbers, *depths)).split(sizes)
         if copied:
             self.fill.leave(slots.pool, slots.map.at(places, depth), depth)
         kept = [leave.kept for leave in leaving]
-        h_Ld = (slots.kept_h_Sd if all(kept) else slots.h_Sd).index_select(0, slots_L)
+        h_Ld = slots.kept_h_Sd.index_select(0, slots_L) if all(kept) else slots.h_Wd.index_select(0, at_L)
         if any(kept) and not all(kept):
             kept_L1 = self._index(kept).unsqueeze(1)
             h_Ld = torch.where(kept_L1 > 0, slots.kept_h_Sd.index_select(0, slots_L), h_Ld)
         logits_LV = self._logits(Leaving(list(range(len(leaving))), self._depths(leaving, slots_L), h_Ld))
         choice = slots.sampler.choose([Draw(x.sequence, x.slot, x.output) for x in leaving], logits_LV)
-        slots.h_Sd.index_copy_(0, slots_L, self.model.embed(choice.feed_L))
+        slots.h_Wd.index_copy_(0, next_L, self.model.embed(choice.feed_L))
         if self._tallying():
             self._count_next(leaving, slots_L, choice.token_L)
         unknown = any(leave.depth is None for leave in leaving)
@@ -117,17 +120,17 @@ class LateRunner(Runner):
     def _advance(self, plan: Plan) -> list[tuple[list[int], Tensor]]:
         """Every row through its segment; what the policies say of them."""
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-        slots_B, depth_B, start_B = self._numbers(decode)
-        carried = self._carried(slots_B, prefill)
+        slots_B, depth_B, start_B, places_M = self._numbers(decode)
+        carried = self._carried(places_M, prefill)
         if decode and not (self.fill.runs_on or self.reads_late):  # the state one round back, for a row that left there
-            self.slots.kept_h_Sd.index_copy_(0, slots_B, carried[: len(decode)])
+            self.slots.kept_h_Sd.index_copy_(0, slots_B, self._tokens(decode, carried))
         h_Nd = self.model.segment(plan.segment, carried, self._kv(plan, slots_B, depth_B, start_B))
-        h_Bd = h_Nd[: len(decode)]
+        h_Bd = self._tokens(decode, h_Nd)
         asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             self._keep_reads(decode, decided, slots_B, depth_B, h_Bd)
-        self.slots.h_Sd.index_copy_(0, slots_B, h_Bd)
+        self.slots.h_Wd.index_copy_(0, places_M, h_Nd[: len(places_M)])
         self._keep_prompts(plan, h_Nd)
         return decided
 
@@ -166,12 +169,12 @@ class LateRunner(Runner):
 
     def _keep_prompts(self, plan: Plan, h_Nd: Tensor) -> None:
         """Chunks go deeper; the last position of a prompt that came through is what its slot carries."""
-        prefill, end = plan.rows[plan.decode_rows :], plan.decode_rows
+        prefill, end = plan.rows[plan.decode_rows :], plan.decode_positions
         self.slots.keep_prompts(prefill, h_Nd[end:])
         for row in prefill:
             end += row.length
             if row.last:
-                self.slots.h_Sd[row.slot] = h_Nd[end - 1]
+                self.slots.h_Wd[self.slots.place(row.slot, row.start + row.length - 1)] = h_Nd[end - 1]
 
     def _snapshot(self, slots: Tensor, depth: Tensor, h: Tensor, leaves: Tensor, last: Tensor) -> None:
         """`delayed` reads one round after the policy said so: -1 stands for "said so", until then."""

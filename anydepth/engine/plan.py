@@ -22,6 +22,7 @@ class Sequence:
     prefill stops: the whole prompt, or all but its last token when that one is a decode row. `issued` counts outputs
     that have left the model. `planned` is the readout depth of the next one, None when the policy decides on the way.
     `in_flight` counts positions in turns whose outcome the host has not seen, `ahead` the tokens they may give.
+    `caught_up`, `catching_up` and `deepest` are `Deferral`'s.
     """
 
     request: Request
@@ -43,6 +44,9 @@ class Sequence:
     ready_since: int = 0
     in_flight: int = 0
     ahead: int = 0  # resident signals only
+    caught_up: list[int] = field(default_factory=list)  # positions that have been through segment 1, 2, ..
+    catching_up: int = 0  # the segment that waiting positions run before the next token begins; 0: none
+    deepest: int = 0  # that any token of it may need
     issued: int = 0
     scored: int = 0  # continuations finished
     token_ids: list[int] = field(default_factory=list)
@@ -64,6 +68,11 @@ class Sequence:
     def position(self) -> int:
         """Position of the token a decode row carries: the prompt's last one at first, then each output's."""
         return self.first_position + self.issued
+
+    @property
+    def segment(self) -> int:
+        """The segment its next row runs."""
+        return self.catching_up or self.depth
 
     @property
     def awaited(self) -> bool:
@@ -89,8 +98,10 @@ class Sequence:
 class Row(NamedTuple):
     """One sequence's part of a turn: `length` positions from `start`, through segment `depth`.
 
-    `read` is the planned readout depth of a decode row (None: the policy decides); a prefill row has `prefill` set, and
-    `last` where its readout gives the first token.
+    A decode row is one position, that of the token to be read, at its end; before it may stand others that have yet to
+    run that segment (`Deferral`). `read` is the token's planned readout depth (None: the policy decides; 0: the row
+    does not come as far as the token). A prefill row has `prefill` set, and `last` where its readout gives the first
+    token.
     """
 
     sequence: Sequence
@@ -152,7 +163,7 @@ class Leave(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one turn runs: moves of slots and pages in order, rows that leave before it (late signals only), then
-    decode rows, then prefill rows."""
+    decode rows (those of one position first), then prefill rows."""
 
     segment: int  # of a layered model; with shared weights every row has its own depth
     rows: tuple[Row, ...]
@@ -160,12 +171,16 @@ class Plan:
     moves: tuple[Move, ...] = ()
     leaving: tuple[Leave, ...] = ()
 
+    @property
+    def decode_positions(self) -> int:
+        return sum(row.length for row in self.rows[: self.decode_rows])
+
 
 class TurnWork(NamedTuple):
-    """Rows that went through each part of the model in one turn, so that a bound is a sum over turns.
+    """Positions that went through each part of the model in one turn, so that a bound is a sum over turns.
 
-    `attended` is the sum of contexts over rows (each multiplies), `kv_read` the positions whose K/V had to be read (a
-    prefill chunk's rows share theirs). `copies` lists the depths that were copied from, one a row.
+    `attended` is the sum of contexts over positions (each multiplies), `kv_read` the positions whose K/V had to be read
+    (those of one row share theirs). `copies` lists the depths that were copied from, one a row.
     """
 
     segment: int

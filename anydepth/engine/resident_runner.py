@@ -33,7 +33,7 @@ class ResidentSlots(Slots):
 
         rows = slots + 1
         # A row of padding is one that has ended, at depth 1 and position 0.
-        self.state = State(self.h_Sd, self.kept_h_Sd, self._numbers(rows, 8))
+        self.state = State(self.h_Wd, self.kept_h_Sd, self._numbers(rows, 8))
         self.asks = Asks(
             planned_SI=self._numbers(rows, context + 1),
             stop_SK=self._numbers(rows, 8, value=-1),
@@ -76,7 +76,7 @@ class ResidentSlots(Slots):
 
     def _seat_stop_ids(self, slot: int, ids: list[int]) -> None:
         if len(ids) > self.asks.stop_SK.shape[1]:
-            more = self.asks.stop_SK.new_full((len(self.h_Sd), len(ids)), -1)
+            more = self.asks.stop_SK.new_full((len(self.kept_h_Sd), len(ids)), -1)
             more[:, : self.asks.stop_SK.shape[1]] = self.asks.stop_SK
             self.asks = self.asks._replace(stop_SK=more)
         self.asks.stop_SK[slot] = -1

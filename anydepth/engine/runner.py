@@ -1,20 +1,22 @@
 """The synchronous runner: one plan in, what came of it out.
 
 One turn embeds nothing by itself: a row's next token is embedded when the row leaves, so that at every turn's start the
-pool `h` holds what each decode row carries into its next segment. Shape suffixes: S slots, B decode rows, N all rows of
-the turn, L rows that leave; others as in `models.base`.
+pool `h` holds what each decode row carries into its next segment. A decode row is one position, of a token to be read,
+and, under `deferred`, others before it that come along; only the token's is asked about leaving. Shape suffixes: S
+slots, B decode rows, M their positions, N all positions of the turn, L rows that leave; others as in `models.base`.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from collections.abc import Sequence as List
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anydepth.engine.plan import Plan, Read, Result, Row, TurnWork
+from anydepth.engine.plan import Plan, Read, Result, Row, Sequence, TurnWork
 from anydepth.engine.sampling import Draw
 from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
@@ -45,19 +47,19 @@ class Runner:
         """One turn: every row of the plan through its segment; rows that leave are read out and sampled."""
         self.slots.move(plan.moves)
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-        slots_B, depth_B, start_B = self._numbers(decode)
+        slots_B, depth_B, start_B, places_M = self._numbers(decode)
         kv = self._kv(plan, slots_B, depth_B, start_B)
-        h_Nd = self.model.segment(plan.segment, self._carried(slots_B, prefill), kv)
+        h_Nd = self.model.segment(plan.segment, self._carried(places_M, prefill), kv)
 
-        h_Bd = h_Nd[: len(decode)]
+        h_Bd = self._tokens(decode, h_Nd)
         asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             leaving = self._leave_full(decode, decided, slots_B, depth_B, h_Bd)
         else:
             leaving = self._leave_early(decode, decided, h_Bd)
-        if len(leaving.rows) < len(decode):  # rows that leave carry on with an embedding instead
-            self.slots.h_Sd.index_copy_(0, slots_B, h_Bd)
+        if len(leaving.rows) < len(decode) or self.fill.defers:  # a row that leaves carries on with an embedding
+            self.slots.h_Wd.index_copy_(0, places_M, h_Nd[: len(places_M)])
         copies = self._fill(leaving, kv.write_N)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
         return Result(reads, turn_work(plan, len(asked), len(reads), copies))
@@ -65,16 +67,28 @@ class Runner:
     def drain(self) -> None:
         """Nothing is ever on its way."""
 
-    def _numbers(self, decode: tuple[Row, ...]) -> Sequence[Tensor]:
-        """(slots, depths, positions) of decode rows, [B] each. One transfer for all three."""
+    def _numbers(self, decode: tuple[Row, ...]) -> List[Tensor]:
+        """(slots, depths, first positions) of decode rows, [B] each, and where the states of all their positions are,
+        [M]. One transfer for all."""
         numbers = [row.slot for row in decode]
         numbers += [row.depth for row in decode]
         numbers += [row.start for row in decode]
-        return self._index(numbers).view(3, -1).unbind()
+        if not self.fill.defers:  # one state a slot
+            slots, depths, starts = self._index(numbers).view(3, -1).unbind()
+            return slots, depths, starts, slots
+        numbers += self.slots.places(decode)
+        return self._index(numbers).split([len(decode)] * 3 + [len(numbers) - 3 * len(decode)])
+
+    def _tokens(self, decode: tuple[Row, ...], h_Nd: Tensor) -> Tensor:
+        """[B, d], the last position of every decode row."""
+        if not decode or decode[-1].length == 1:  # the longer ones come last
+            return h_Nd[: len(decode)]
+        return h_Nd.index_select(0, self._index(end - 1 for end in itertools.accumulate(row.length for row in decode)))
 
     def _kv(self, plan: Plan, slots_B: Tensor, depth_B: Tensor, start_B: Tensor) -> TurnKV:
         """What the rows write and see."""
-        together = 0 if plan.decode_rows == 1 and self.lone_chunk else plan.decode_rows
+        single = sum(row.length == 1 for row in plan.rows[: plan.decode_rows])
+        together = 0 if single == 1 and self.lone_chunk else single
         decode = plan.rows[:together]
         chunks = [(row.slot, row.start, row.length, row.depth) for row in plan.rows[together:]]
         context = max((row.start for row in decode), default=0) + 1
@@ -83,9 +97,9 @@ class Runner:
     def _index(self, values: Iterable[int]) -> Tensor:
         return self.slots.index(values)
 
-    def _carried(self, slots_B: Tensor, prefill: tuple[Row, ...]) -> Tensor:
+    def _carried(self, places_M: Tensor, prefill: tuple[Row, ...]) -> Tensor:
         """h [N, d] that the turn's rows carry into their segment: decode rows, then prefill rows."""
-        parts = [self.slots.h_Sd.index_select(0, slots_B)] if len(slots_B) else []
+        parts = [self.slots.h_Wd.index_select(0, places_M)] if len(places_M) else []
         parts += self.slots.prompt_rows(prefill)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -178,7 +192,7 @@ class Runner:
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
         """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""
-        prefill, end = plan.rows[plan.decode_rows :], plan.decode_rows
+        prefill, end = plan.rows[plan.decode_rows :], plan.decode_positions
         self.slots.keep_prompts(prefill, h_Nd[end:])
         rows, states = list(leaving.rows), [leaving.h_Ld]
         for index, row in enumerate(prefill, plan.decode_rows):
@@ -196,8 +210,8 @@ class Runner:
         sequences = [rows[i].sequence for i in leaving.rows]
         draws = [Draw(sequence, sequence.slot, sequence.issued) for sequence in sequences]
         choice = self.slots.sampler.choose(draws, self._logits(leaving))
-        slots = self._index(sequence.slot for sequence in sequences)
-        self.slots.h_Sd.index_copy_(0, slots, self.model.embed(choice.feed_L))
+        places = self._index(self.slots.place(s.slot, _next_position(s)) for s in sequences)
+        self.slots.h_Wd.index_copy_(0, places, self.model.embed(choice.feed_L))
         logprobs: Iterable[float | None] = itertools.repeat(None)
         if choice.logprob_L is not None:
             values = choice.logprob_L.tolist()
@@ -223,16 +237,19 @@ def _latest(row: Row) -> int:
     return row.sequence.request.bounds[1] if row.read is None else row.read
 
 
+def _next_position(s: Sequence) -> int:
+    """Where the sequence goes on after the token that it is about to get."""
+    return s.first_position if s.target and s.issued + 1 == len(s.target) else s.position + 1
+
+
 def turn_work(plan: Plan, signals: int, readouts: int, copies: tuple[int, ...]) -> TurnWork:
-    decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
-    decode_context = sum(row.start for row in decode) + len(decode)
-    chunk_context = sum(row.length * row.start + row.length * (row.length + 1) // 2 for row in prefill)
+    prefill = plan.rows[plan.decode_rows :]
     return TurnWork(
         plan.segment,
-        len(decode),
+        plan.decode_positions,
         sum(row.length for row in prefill),
-        decode_context + chunk_context,
-        decode_context + sum(row.start + row.length for row in prefill),
+        sum(row.length * row.start + row.length * (row.length + 1) // 2 for row in plan.rows),
+        sum(row.start + row.length for row in plan.rows),
         signals,
         readouts,
         copies,

@@ -8,6 +8,7 @@ gets more as it grows; when there are none left, the last by rank gives up its o
 from __future__ import annotations
 
 from anydepth.engine.answers import add_token, cut_short
+from anydepth.engine.deferral import Deferral
 from anydepth.engine.pages import Pages
 from anydepth.engine.plan import Copy, Grow, Leave, Move, Plan, Result, Row, Save, Seat, Sequence
 from anydepth.engine.prefix import common_beginning
@@ -33,9 +34,10 @@ class Scheduler:
         max_batched_tokens: int,
         prefill_rows: int | None,
         host_pages: int,
+        deferral: Deferral | None = None,
     ) -> None:
         self.segments, self.pages, self.layered, self.host_pages = segments, pages, layered, host_pages
-        self.max_batched_tokens, self.prefill_rows = max_batched_tokens, prefill_rows
+        self.max_batched_tokens, self.prefill_rows, self.deferral = max_batched_tokens, prefill_rows, deferral
         self.sequences: dict[str, Sequence] = {}  # all that have not ended
         self.waiting = Waiting()
         self.running: dict[str, Sequence] = {}
@@ -60,6 +62,8 @@ class Scheduler:
         last = len(request.prompt_ids) - 1  # the position that gives the first output, in either way
         sequence = Sequence(request, last + 1 - as_row, last, self._arrived)
         self._arrived += 1
+        if self.deferral is not None:
+            self.deferral.begin(sequence)
         self.sequences[request.id] = sequence
         self.waiting.add(sequence)
 
@@ -77,10 +81,11 @@ class Scheduler:
         for index, row in enumerate(plan.rows):
             sequence = row.sequence
             sequence.ready_since = self.turn
+            through = not row.prefill and self._through(row)
             if row.prefill:
                 sequence.usage.segments_prefill += row.length
             else:
-                sequence.usage.segments_executed += 1
+                sequence.usage.segments_executed += row.length
             read = result.reads.get(index)
             if read is not None:
                 if row.prefill:
@@ -88,11 +93,11 @@ class Scheduler:
                 sequence.issued, sequence.depth = sequence.issued + 1, 1
                 chunks.append(self._ended(sequence, add_token(sequence, read)))
                 if not chunks[-1].finish_reason:
-                    self._plan_depth(sequence)
+                    self._next_token(sequence)
             elif row.prefill and row.depth == self.segments:
                 self._chunk_done(sequence)
             else:
-                sequence.depth += 1
+                sequence.depth += row.prefill or through
         return chunks
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> Chunk | None:
@@ -126,9 +131,9 @@ class Scheduler:
     def _plan(self, ready: list[Sequence], leaving: tuple[Leave, ...] = ()) -> Plan:
         segment = 1
         if self.layered and ready:
-            segment = min(ready, key=lambda s: s.ready_since).depth
-            ready = [s for s in ready if s.depth == segment]
-        decode = [self._decode_row(s) for s in ready if not s.prefilling]
+            segment = min(ready, key=lambda s: s.ready_since).segment
+            ready = [s for s in ready if s.segment == segment]
+        decode = self._decode_rows([s for s in ready if not s.prefilling])
         prefill = [self._prefill_row(s) for s in ready if s.prefilling]
         moves, self._moves = tuple(self._moves), []
         return Plan(segment, (*decode, *prefill), len(decode), moves, leaving)
@@ -255,8 +260,21 @@ class Scheduler:
                 sequence.chunk, sequence.depth = rows, 1
                 room -= rows
 
+    def _decode_rows(self, ready: list[Sequence]) -> list[Row]:
+        if self.deferral is None:
+            return [self._decode_row(s) for s in ready]
+        return self.deferral.rows(ready, self._read)
+
     def _decode_row(self, s: Sequence) -> Row:
-        return Row(s, s.slot, s.depth, s.position, 1, s.planned, False, False)
+        return Row(s, s.slot, s.depth, s.position, 1, self._read(s), False, False)
+
+    def _read(self, s: Sequence) -> int | None:
+        """The readout depth of its token as far as the host decides it, see Row."""
+        return s.planned
+
+    def _through(self, row: Row) -> bool:
+        """Whether a decode row brings its token through the segment."""
+        return self.deferral is None or self.deferral.ran(row)
 
     def _prefill_row(self, s: Sequence) -> Row:
         last = s.depth == self.segments and s.prefilled + s.chunk == len(s.request.prompt_ids)
@@ -268,6 +286,12 @@ class Scheduler:
         if not sequence.prefilling:
             self.pages.publish(sequence.request.prompt_ids[: sequence.prefill_end], sequence.pages)
             self._plan_depth(sequence)
+
+    def _next_token(self, sequence: Sequence) -> None:
+        """A token left, another one comes."""
+        self._plan_depth(sequence)
+        if self.deferral is not None:
+            self.deferral.left(sequence)
 
     def _plan_depth(self, sequence: Sequence) -> None:
         request = sequence.request

@@ -80,7 +80,7 @@ MODES = {
         Mode("sync", 0),
         Mode("delayed", 1),
         Mode("exact", 1, {"shared": "round k + 1 has overwritten the only K/V by the time round k's answer is known"}),
-        Mode("resident", 1),
+        Mode("resident", 1, {"deferred": "only the host knows which positions wait for which segment"}),
     )
 }
 

@@ -1,7 +1,7 @@
 """Every tensor that belongs to a request, by slot: hidden rows, policy states, sampling settings, K/V pages.
 
 A request's state goes in and out whole: what `save` keeps and `Seat` brings back is everything that the next segment
-reads. Shape suffixes: S slots, others as in `models.base`.
+reads. Shape suffixes: S slots, W states held for them, others as in `models.base`.
 """
 
 from __future__ import annotations
@@ -33,24 +33,43 @@ class Saved(NamedTuple):
 class Slots:
     """Pools of `slots` rows on one device. `context` is the most positions a slot may hold.
 
-    h_Sd: what a decode row carries into its next segment. kept_h_Sd, kept_depth_S: the state a token will be read from
+    h_Wd: what positions carry into their next segment, the last `states_per_slot` of each slot in its own
+    `states_per_slot` rows, see `place`. kept_h_Sd, kept_depth_S: the state a token will be read from
     where that is not its latest one, and its depth (0: none yet).
     """
 
-    def __init__(self, model: Model, fill: Fill, *, slots: int, pages: int, page_size: int, context: int) -> None:
-        self.model, self.device = model, model.device
+    def __init__(
+        self,
+        model: Model,
+        fill: Fill,
+        *,
+        slots: int,
+        pages: int,
+        page_size: int,
+        context: int,
+        states_per_slot: int = 1,
+    ) -> None:
+        self.model, self.device, self.states_per_slot = model, model.device, states_per_slot
         shape = model.shape
         self.pool = KVPool(shape, fill.planes(shape), pages, page_size, dtype=model.dtype, device=model.device)
         self.map = KVMap(self.pool, slots, context)
-        self.h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, device=model.device)
-        self.kept_h_Sd = torch.zeros_like(self.h_Sd)
+        self.h_Wd = torch.zeros(slots * states_per_slot, shape.hidden, dtype=model.dtype, device=model.device)
+        self.kept_h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, device=model.device)
         self.kept_depth_S = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self.states: dict[Policy, Tensor] = {}
         self.chunks: dict[int, Tensor] = {}
         self.sampler = Sampler(slots, context, shape.vocab, model.device)
 
     def __len__(self) -> int:
-        return len(self.h_Sd)
+        return len(self.kept_h_Sd)
+
+    def place(self, slot: int, position: int) -> int:
+        """Where h_Wd has the state of a slot's position."""
+        return slot * self.states_per_slot + position % self.states_per_slot
+
+    def places(self, rows: Iterable[Row]) -> Iterable[int]:
+        """Where h_Wd has the states of all their positions."""
+        return (self.place(row.slot, row.start + n) for row in rows for n in range(row.length))
 
     def index(self, values: Iterable[int]) -> Tensor:
         return send(values, self.device)
@@ -91,7 +110,7 @@ class Slots:
 
     def rows(self) -> list[Tensor]:
         """The pools that hold one row a slot, but for the policies' and the sampler's."""
-        return [self.h_Sd, self.kept_h_Sd, self.kept_depth_S]
+        return [self.h_Wd.view(len(self), -1), self.kept_h_Sd, self.kept_depth_S]
 
     def _seat(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> None:
         """Write what a request brings into its slot. Nothing of the slot's former tenant is read again."""
@@ -101,7 +120,8 @@ class Slots:
         if sequence.saved is not None:
             self._bring_back(sequence, slot, pages)
             return
-        self.h_Sd[slot] = self.model.embed(self.index([request.prompt_ids[-1]]))[0]
+        last = len(request.prompt_ids) - 1
+        self.h_Wd[self.place(slot, last)] = self.model.embed(self.index([request.prompt_ids[last]]))[0]
         policy = request.policy
         assert isinstance(policy, Policy)
         if policy.needs != "nothing":
@@ -111,7 +131,7 @@ class Slots:
 
     def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:
         """A policy's state of one slot; columns that are tallied over all requests go on."""
-        pool = self.states.setdefault(policy, state.new_zeros(len(self.h_Sd), len(state)))
+        pool = self.states.setdefault(policy, state.new_zeros(len(self.kept_h_Sd), len(state)))
         for column in policy.tallies.values():
             state[column] = pool[slot, column]
         pool[slot] = state

@@ -13,14 +13,16 @@ from anydepth.types import Shape, unknown
 class Fill:
     """Base of all fills; a new one is one subclass here.
 
-    `runs_on`: a row goes on to segment R after its readout. `prefill_rows`: positions of a prompt that may run
-    together (None: as many as the turn allows).
+    `runs_on`: a row goes on to segment R after its readout. `copies`: `leave` has something to do. `defers`: the state
+    of a row that was read early is kept, and the deeper segments run when a later token goes there. `prefill_rows`:
+    positions of a prompt that may run together (None: as many as the turn allows).
     """
 
     name: ClassVar[str]
     runs_on: ClassVar[bool] = False
     prefill_rows: ClassVar[int | None] = None
     copies: ClassVar[bool] = False
+    defers: ClassVar[bool] = False
 
     def check(self, shape: Shape) -> None:
         """ValueError for a model this fill is not defined on."""
@@ -56,6 +58,18 @@ class LastExited(_Looped):
         pool.copy_deeper(storage_N, depth_N)
 
 
+class Deferred(Fill):
+    """What `full` writes, but not before it is needed: a position waits with its state until a later token goes deeper
+    than it went, and is then run as one block with the others that wait. What nobody needs is never run.
+
+    Exact, because plane d of a position depends on planes d of the positions up to it and on its own state at d - 1
+    only; so a policy may look at its own position's states, and at nothing else.
+    """
+
+    name = "deferred"
+    defers = True
+
+
 class Shared(_Looped):
     """One plane, overwritten at every loop. Prefill finishes all loops of a position before the next one."""
 
@@ -66,7 +80,7 @@ class Shared(_Looped):
         return 1
 
 
-FILLS: dict[str, Fill] = {fill.name: fill for fill in (Full(), LastExited(), Shared())}
+FILLS: dict[str, Fill] = {fill.name: fill for fill in (Full(), LastExited(), Deferred(), Shared())}
 
 
 def load_fill(name: str | None, shape: Shape) -> Fill:

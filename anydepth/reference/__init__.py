@@ -5,7 +5,7 @@ Nothing here imports another room of the package. Three calls: `Model(config, we
 and `random_weights` make a small random model of either kind.
 """
 
-from anydepth.reference.fills import FILLS, deferred_executed
+from anydepth.reference.fills import FILLS, deferred_depths
 from anydepth.reference.generate import Result, Usage, generate, score
 from anydepth.reference.model import Model
 from anydepth.reference.policies import Row, make_policy
@@ -19,7 +19,7 @@ __all__ = [
     "Result",
     "Row",
     "Usage",
-    "deferred_executed",
+    "deferred_depths",
     "generate",
     "make_policy",
     "philox",

@@ -119,10 +119,31 @@ class Shared(Serial):
         return 1
 
 
-FILLS = {"full": Full, "last_exited": LastExited, "shared": Shared}
+class Deferred(Full):
+    """What `full` reads, counting only what somebody needed; every plane is given as `full` has it."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__(model)
+        self.depths: list[int] = []
+
+    def decode(self, token: int, row: Row) -> Tensor:
+        h = super().decode(token, row)
+        self.depths.append(row.depth)
+        self.executed = sum(deferred_depths(self.depths))
+        return h
 
 
-def deferred_executed(depths: Sequence[int]) -> int:
-    """Segments `deferred` runs for decode rows of these readout depths, in order: each position is caught up to the
-    deepest of itself and the later ones. (1, 3, 2) -> 3 + 3 + 2."""
-    return sum(max(depths[i:]) for i in range(len(depths)))
+FILLS = {"full": Full, "last_exited": LastExited, "shared": Shared, "deferred": Deferred}
+
+
+def deferred_depths(depths: Sequence[int], *, most: int | None = None, deepest: int | None = None) -> list[int]:
+    """How deep `deferred` has run each of the decode rows of these readout depths, as the last of them leaves: as deep
+    as the deepest of itself and the later ones. (1, 3, 2) -> [3, 3, 2]. Where `most` rows shallower than `deepest` wait
+    as a token leaves, and another one comes, all of them run as deep as that."""
+    ran: list[int] = []
+    for n, depth in enumerate(depths):
+        ran = [max(depth, before) for before in [*ran, depth]]
+        if most is not None and deepest is not None and n + 1 < len(depths):
+            waiting = sum(depth < deepest for depth in ran)
+            ran = [max(deepest, before) if waiting >= most else before for before in ran]
+    return ran

@@ -18,6 +18,7 @@ import torch
 from anydepth.engine.completions import AdversarialCompletions
 from anydepth.engine.engine import Engine
 from anydepth.engine.submission import Submission
+from anydepth.reference.fills import deferred_depths
 from anydepth.reference.generate import Result, score
 from anydepth.reference.model import Model as Reference
 from anydepth.types import Output, Request, Sampling, Score, Usage
@@ -124,15 +125,15 @@ def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync
     exits = None
     if kind == "looped":
         changes["total_ut_steps"] = segments = rng.randint(1, 4)
-        fill = rng.choice(["last_exited", "full", "shared"])
+        fill = rng.choice(["last_exited", "full", "shared", "deferred", "deferred"])
     else:
         last = changes["num_hidden_layers"]
         exits = (*(layer for layer in range(1, last) if rng.choice([True, False])), last)
-        segments, fill = len(exits), "full"
+        segments, fill = len(exits), rng.choice(["full", "deferred"])
     longest = changes["max_position_embeddings"]
     if (mode, fill) == ("exact", "shared"):
         fill = "last_exited"
-    if mode == "resident" and kind == "layered":
+    if mode == "resident" and (kind == "layered" or fill == "deferred"):
         mode = "exact"
     asked = tuple(
         _draw_asked(rng, segments, kind == "looped", longest, scores=mode == "sync") for _ in range(rng.randint(1, 6))
@@ -147,6 +148,8 @@ def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync
         "signals": mode,
         "prefix_sharing": rng.choice([True, True, False]),
     }
+    if fill == "deferred":
+        engine["pending_positions"] = rng.choice([None, 1, 2, 3, 5])
     late = None if mode == "sync" else rng.getrandbits(32)
     if late is not None:
         padding = mode == "resident" and rng.choice([True, False])
@@ -273,11 +276,43 @@ def _judge_answer(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran
         lone = shortened(lone, len(output.token_ids))
         output = replace(output, finish_reason="abort")  # its ending and usage are not the lone run's
     assert mode != "resident" or "stop" in ask.settings or ran.aborted or output.usage.segments_wasted == 0
-    late_rounds = mode == "exact" and ask.settings.get("exit_policy") == "gate_cdf" and schedule.fill != "full"
     first = ask.settings.get("first_token") != "policy"
-    high = ask.settings.get("max_depth", reference.segments)
-    executed = sum(min(depth + 1, high) for depth in lone.depths[first:]) if late_rounds else None
-    return [compare(lone, watch.answer(ran.request, output), executed=executed)]
+    depths = ran_depths(schedule, ask, lone.depths[first:], reference.segments)
+    seen = watch.answer(ran.request, output)
+    if schedule.fill == "deferred":
+        seen.plane_depths = [reference.segments] * (len(ask.prompt) - (not first)) + depths
+    return [compare(lone, seen, executed=sum(depths))]
+
+
+def ran_depths(schedule: Schedule, ask: Asked, depths: Sequence[int], segments: int) -> list[int]:
+    """How deep each decode row has run that was read at one of `depths`."""
+    high = ask.settings.get("max_depth", segments)
+    if schedule.engine.get("signals") == "exact" and ask.settings.get("exit_policy") == "gate_cdf":
+        depths = [min(depth + 1, high) for depth in depths]  # the late round
+    if schedule.fill == "full":
+        return [segments] * len(depths)
+    if schedule.fill != "deferred":
+        return list(depths)
+    most = schedule.engine["pending_positions"]
+    longest = schedule.changes["max_position_embeddings"]
+    return deferred_depths(depths, most=most, deepest=_deepest(ask, segments, longest))
+
+
+def _deepest(ask: Asked, segments: int, longest: int) -> int:
+    """The deepest segment that any decode token of it may need."""
+    settings = ask.settings
+    first = not ask.forced and settings.get("first_token") != "policy"
+    outputs = max(map(len, ask.forced)) if ask.forced else min(settings["max_tokens"], longest - len(ask.prompt) + 1)
+    if "trace" in settings:
+        return max(settings["trace"][first:outputs], default=1)
+    if "interval" in settings:
+        numbers = range(1, outputs + (not first))
+        return max(
+            (segments if i % settings["interval"] == 0 else settings["shallow_depth"] for i in numbers), default=1
+        )
+    if "depth" in settings:
+        return settings["depth"]
+    return settings.get("max_depth", segments) if settings.get("exit_policy") == "gate_cdf" else segments
 
 
 def _first_stop(lone: Result, ask: Asked) -> int | None:
@@ -293,9 +328,12 @@ def _judge_scores(reference: Reference, schedule: Schedule, ask: Asked, ran: Ran
     settings = {name: value for name, value in ask.settings.items() if name != "max_tokens"}
     for target, got, planes in zip(ask.forced, ran.scores, watch.planes[ran.request], strict=False):
         lone = score(reference, ask.prompt, target, fill=schedule.fill, **settings)
+        depths = ran_depths(schedule, ask, lone.depths, reference.segments)
         fields = {name: getattr(got, name) for name in ("logprobs", "depths", "greedy", "usage")}
         seen = SimpleNamespace(**fields, logits=[next(logits) for _ in target], planes=planes)
-        found.append(compare(lone, seen))
+        if schedule.fill == "deferred":
+            seen.plane_depths = [reference.segments] * (len(ask.prompt) - 1) + depths
+        found.append(compare(lone, seen, executed=sum(depths)))
     return found
 
 
@@ -344,7 +382,8 @@ def _check_work(engine: Engine, ran: list[Ran], schedule: Schedule) -> None:
     total = sum(usages, Usage(segments_wasted=0))
     assert engine.stats()["usage"] == {name: getattr(total, name) for name in Usage.__slots__}
     assert all(turn.prefill_rows <= schedule.engine["max_batched_tokens"] for turn in work)
-    assert all(turn.decode_rows <= schedule.engine["max_batch"] for turn in work)
+    caught_up = schedule.engine["max_batched_tokens"] if schedule.fill == "deferred" else 0
+    assert all(turn.decode_rows <= schedule.engine["max_batch"] + caught_up for turn in work)
     rows = sum(turn.decode_rows for turn in work), sum(turn.prefill_rows for turn in work)
     ran_in_all = total.segments_executed + total.segments_prefill + total.segments_wasted
     # Where rows end on the device the host plans some that do not run.
@@ -373,7 +412,7 @@ def _check_depths(engine: Engine, ran: list[Ran], schedule: Schedule, total: Usa
         prefilled, shared = len(ask.prompt) - (not free), one.shared
         attended += segments * (prefilled * (prefilled + 1) - shared * (shared + 1)) // 2
         for depths in one.decoded:
-            executed = [segments if schedule.fill == "full" else depth for depth in depths[free:]]
+            executed = ran_depths(schedule, ask, depths[free:], segments)
             read += sum(depths[free:])
             copies.update(depth for depth in executed if depth < segments and schedule.fill == "last_exited")
             attended += sum(count * (prefilled + n) for n, count in enumerate(executed, start=1))

@@ -191,7 +191,7 @@ FAULTS = {
         Sequence, "position", "return self.first_position", "return 1 + self.first_position", partial(lone, (3, TWO))
     ),
     "a layered turn takes rows of every depth": Fault(
-        Scheduler, "_plan", "if s.depth == segment]", "]", one_after_the_other
+        Scheduler, "_plan", "if s.segment == segment]", "]", one_after_the_other
     ),
     "an error in a turn leaves requests behind": Fault(
         Engine, "step", 'self._drop(request_id, "error")', "pass",

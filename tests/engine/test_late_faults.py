@@ -88,7 +88,7 @@ FAULTS = {
         "((self.sequences.get(s.request.id, s), *rest) for s, *rest in result.outcomes):", abort_and_again,
     ),
     "the snapshot is the previous tenant's": Fault(
-        LateRunner, "_advance", "index_copy_(0, slots_B, carried[: len(decode)])",
+        LateRunner, "_advance", "index_copy_(0, slots_B, self._tokens(decode, carried))",
         "index_copy_(0, slots_B[:0], carried[:0])", alone,
     ),
     "the late round counts as depth": Fault(
@@ -105,11 +105,11 @@ FAULTS = {
         "s.leaves_at if s.depth - 1 == s.leaves_at else s.leaves_at + 1", partial(exact, late=5),
     ),
     "the answer of a token that has left counts for the next": Fault(
-        LateScheduler, "_ran", "row.start == s.position and row.depth == s.answered + 1", "True",
+        LateScheduler, "_ran", "token_at == s.position and row.depth == s.answered + 1", "True",
         partial(late, "exact", gated(exit_threshold=0.3), late=4),
     ),
     "a token that may still be a stop id counts as executed": Fault(
-        LateScheduler, "next", "sequence.in_flight += 1", "pass", partial(exact, eos_ids=(9,))
+        LateScheduler, "next", "sequence.in_flight += row.length", "pass", partial(exact, eos_ids=(9,))
     ),
     "`delayed` reads what the policy saw": Fault(
         LateScheduler, "_leave", "s.leaves_at is not None and not self.reads_late", "s.leaves_at is not None",
@@ -135,7 +135,7 @@ FAULTS = {
         Slots, "_bring_back", "pool[slot] = row.to(self.device)", "pass", given_way
     ),
     "the snapshot is dropped on preemption": Fault(
-        Slots, "rows", "[self.h_Sd, self.kept_h_Sd, self.kept_depth_S]", "[self.h_Sd]", given_way_in_full
+        Slots, "rows", "self.kept_h_Sd, self.kept_depth_S]", "]", given_way_in_full
     ),
     "the planes are dropped on preemption": Fault(
         Slots, "_bring_back", "saved.kv.to(self.device)", "0 * saved.kv.to(self.device)", given_way

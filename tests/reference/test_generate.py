@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from anydepth.reference.fills import FILLS, LastExited, deferred_executed
+from anydepth.reference.fills import FILLS, LastExited, deferred_depths
 from anydepth.reference.generate import generate, score
 from anydepth.reference.model import Model
 from anydepth.reference.policies import Row, make_policy
@@ -59,7 +59,7 @@ def test_one_loop_makes_every_fill_equal():
 def test_the_fills_differ_where_they_should(fill):
     model = make()
     first, second = (generate(model, PROMPT, fill=f, max_tokens=12, **ADAPTIVE) for f in ("full", fill))
-    assert (first.token_ids == second.token_ids) == (fill == "full")
+    assert (first.token_ids == second.token_ids) == (fill in ("full", "deferred"))
 
 
 @pytest.mark.parametrize("fill", ["full", "last_exited"])
@@ -170,7 +170,9 @@ def test_usage_counts_decode_rows_apart_from_the_prompt():
         assert (usage.segments_read, usage.segments_executed) == (read, executed or read)
         assert (usage.segments_prefill, usage.segments_wasted) == (16, 0)
         assert result.planes[0][0].shape == (2, len(PROMPT) + 6, 2, 8)
-    assert deferred_executed([1, 3, 2]) == 8 and deferred_executed([]) == 0
+    assert deferred_depths([1, 3, 2]) == [3, 3, 2] and deferred_depths([]) == []
+    assert deferred_depths([1, 1, 2, 1, 1], most=3, deepest=4) == [4, 4, 4, 1, 1]
+    assert deferred_depths([1, 1, 1], most=3, deepest=4) == [1, 1, 1]  # no token comes after the last one
 
 
 def test_endings():

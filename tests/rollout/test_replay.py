@@ -147,15 +147,17 @@ def test_one_pass_and_logits_of_answer_tokens_only(looped, monkeypatch):
 
 
 def weights_of(model):
-    if model.shape.has_gate:
+    if model.shape.has_gate and not model.tied:
         return parameters(model)
     layers = [tensor for layer in model.layers for tensor in layer.parameters()]
-    return [model.embedding, model.head, model.norm, *layers]
+    embedding = [] if model.tied else [model.embedding]  # else a view of the head
+    return [*embedding, model.head, model.norm, *layers]
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind, fill", [("looped", "last_exited"), ("looped", "full"), ("layered", "full")])
-def test_gradients_are_those_of_finite_differences(kind, fill):
-    model, _ = twins(kind, segments=[1, 2, 4] if kind == "layered" else None)
+def test_gradients_are_those_of_finite_differences(kind, fill, tied):
+    model, _ = twins(kind, segments=[1, 2, 4] if kind == "layered" else None, tie_word_embeddings=tied)
     answers = engine_answers(model, asks([{"interval": 3, "shallow_depth": 2}], tokens=5), fill=fill)
     weights = [tensor.requires_grad_() for tensor in weights_of(model)]
     replay(model, answers).logprobs_NT.sum().backward()
