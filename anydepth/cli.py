@@ -8,8 +8,40 @@ from typing import Annotated
 
 import typer
 
-from anydepth import cli_diagnose, cli_eval
-from anydepth.cli_options import AsJson, Model, finish
+from anydepth import cli_diagnose, cli_eval, cli_rollout
+from anydepth.cli_options import (
+    AsJson,
+    BatchInvariant,
+    CertificateFile,
+    Depth,
+    Device,
+    Dtype,
+    ExitPolicy,
+    ExitThreshold,
+    Fill,
+    GateDtype,
+    IgnoreEos,
+    Interval,
+    Lateness,
+    MaxDepth,
+    MaxTokens,
+    MinDepth,
+    Model,
+    N,
+    Revision,
+    Segments,
+    ShallowDepth,
+    Signals,
+    Stop,
+    StopTokenId,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    finish,
+    llm_options,
+    sampling_of,
+)
 
 app = typer.Typer(
     add_completion=False,
@@ -20,6 +52,7 @@ app = typer.Typer(
 train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train the embedded looped model and its gate.")
 app.add_typer(cli_eval.app)
 app.add_typer(cli_diagnose.app)
+app.add_typer(cli_rollout.app)
 app.add_typer(train, name="train")
 
 
@@ -56,81 +89,52 @@ def options(
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: Annotated[
         list[str] | None, typer.Argument(help="Prompts; none, or a lone -, reads one from standard input.")
     ] = None,
     model: Model = "nano",
     chat: Annotated[bool, typer.Option("--chat", help="Wrap each prompt in the model's chat template.")] = False,
     show_depth: Annotated[bool, typer.Option("--show-depth", help="Colour every token by its depth.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens of an answer.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")] = None,
-    top_p: Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")] = 1.0,
+    max_tokens: MaxTokens = 64,
+    temperature: Temperature = 0.0,
+    top_k: TopK = None,
+    top_p: TopP = 1.0,
     seed: Annotated[int | None, typer.Option(help="64-bit seed; drawn and shown by --json if left out.")] = None,
-    n: Annotated[int, typer.Option("--n", help="Answers per prompt.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="Stop id; may be repeated.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")] = False,
+    n: N = 1,
+    stop: Stop = None,
+    stop_token_id: StopTokenId = None,
+    ignore_eos: IgnoreEos = False,
     logprobs: Annotated[str | None, typer.Option(help="raw or processed: print each token's logprob.")] = None,
-    exit_policy: Annotated[str | None, typer.Option(help="never, fixed, interval, gate_cdf or trace.")] = None,
-    exit_threshold: Annotated[float, typer.Option(help="Below 1: leave when the gate's probability reaches it.")] = 1.0,
-    min_depth: Annotated[int, typer.Option(help="Never leave before this segment.")] = 1,
-    max_depth: Annotated[int | None, typer.Option(help="Always leave at this segment.")] = None,
-    depth: Annotated[int | None, typer.Option(help="Read every token at this depth.")] = None,
-    interval: Annotated[
-        int | None, typer.Option(help="Every n-th token at full depth, others at --shallow-depth.")
-    ] = None,
-    shallow_depth: Annotated[int | None, typer.Option(help="Depth of the tokens between, with --interval.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 is best on a busy machine.")] = None,
-    fill: Annotated[
-        str | None, typer.Option(help="full, last_exited (default of looped models) or shared: K/V of skipped depths.")
-    ] = None,
-    signals: Annotated[
-        str, typer.Option(help="sync, exact, resident or delayed: when the host learns that a token leaves.")
-    ] = "sync",
-    lateness: Annotated[int | None, typer.Option(help="Turns a signal comes late; of late signals 1.")] = None,
-    segments: Annotated[int | None, typer.Option(help="Layered models: layers a segment.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")] = "cpu",
-    gate_dtype: Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")] = "float32",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")] = None,
-    batch_invariant: Annotated[
-        bool,
-        typer.Option(
-            "--batch-invariant", help="The same bits whatever else is in the batch (docs/batch-invariance.md)."
-        ),
-    ] = False,
+    exit_policy: ExitPolicy = None,
+    exit_threshold: ExitThreshold = 1.0,
+    min_depth: MinDepth = 1,
+    max_depth: MaxDepth = None,
+    depth: Depth = None,
+    interval: Interval = None,
+    shallow_depth: ShallowDepth = None,
+    threads: Threads = None,
+    fill: Fill = None,
+    signals: Signals = "sync",
+    lateness: Lateness = None,
+    segments: Segments = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    gate_dtype: GateDtype = "float32",
+    revision: Revision = None,
+    certificate: CertificateFile = None,
+    batch_invariant: BatchInvariant = False,
     as_json: AsJson = False,
 ) -> None:
     """Answer prompts, streaming the text."""
     from anydepth.show import stream_answers
-    from anydepth.types import Sampling
 
     if threads is not None:
         import torch
 
         torch.set_num_threads(threads)
 
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        n=n,
-        stop=stop or (),
-        stop_token_ids=stop_token_id or (),
-        ignore_eos=ignore_eos,
-        logprobs=logprobs,  # type: ignore[arg-type]
-        exit_policy=exit_policy,
-        exit_threshold=exit_threshold,
-        min_depth=min_depth,
-        max_depth=max_depth,
-        depth=depth,
-        interval=interval,
-        shallow_depth=shallow_depth,
-    )
+    sampling = sampling_of(context.params)
     prompts = prompt or ["-"]
     if "-" in prompts:
         if len(prompts) > 1:
@@ -138,19 +142,9 @@ def generate(
         prompts = [sys.stdin.read().rstrip("\n")]
         if not prompts[0]:
             raise ValueError("standard input is empty; give a prompt as an argument or pipe one in")
-    options = {
-        "fill": fill,
-        "signals": signals,
-        "lateness": lateness,
-        "segments": segments,
-        "dtype": dtype,
-        "device": device,
-        "gate_dtype": gate_dtype,
-        "revision": revision,
-        "certificate": certificate,
-        "batch_invariant": batch_invariant,
-    }
-    result = stream_answers(prompts, sampling, model=model, options=options, chat=chat, show_depth=show_depth)
+    result = stream_answers(
+        prompts, sampling, model=model, options=llm_options(context.params), chat=chat, show_depth=show_depth
+    )
     finish("generate", {"outputs": result}, as_json)
 
 

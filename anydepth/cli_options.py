@@ -3,19 +3,93 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from anydepth.types import Sampling
 
 Model = Annotated[
     str, typer.Option("--model", "-m", help="nano, nano-plain, smollm2-135m, a folder, a .gguf file or a hub id.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="End with one line of JSON.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads; 1 is best on a busy machine.")]
+
+# Fields of Sampling.
+MaxTokens = Annotated[int, typer.Option(help="Most tokens of an answer.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k likeliest tokens.")]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest tokens up to this mass.")]
+N = Annotated[int, typer.Option("--n", help="Answers per prompt.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
+StopTokenId = Annotated[list[int] | None, typer.Option(help="Stop id; may be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")]
+ExitPolicy = Annotated[str | None, typer.Option(help="never, fixed, interval, gate_cdf or trace.")]
+ExitThreshold = Annotated[float, typer.Option(help="Below 1: leave when the gate's probability reaches it.")]
+MinDepth = Annotated[int, typer.Option(help="Never leave before this segment.")]
+MaxDepth = Annotated[int | None, typer.Option(help="Always leave at this segment.")]
+Depth = Annotated[int | None, typer.Option(help="Read every token at this depth.")]
+Interval = Annotated[int | None, typer.Option(help="Every n-th token at full depth, others at --shallow-depth.")]
+ShallowDepth = Annotated[int | None, typer.Option(help="Depth of the tokens between, with --interval.")]
+
+# Options of LLM.
+Fill = Annotated[
+    str | None, typer.Option(help="full, last_exited (default of looped models) or shared: K/V of skipped depths.")
+]
+Signals = Annotated[
+    str, typer.Option(help="sync, exact, resident or delayed: when the host learns that a token leaves.")
+]
+Lateness = Annotated[int | None, typer.Option(help="Turns a signal comes late; of late signals 1.")]
+Segments = Annotated[int | None, typer.Option(help="Layered models: layers a segment.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, float64, bfloat16 or float16.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")]
+GateDtype = Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+CertificateFile = Annotated[Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option("--batch-invariant", help="The same bits whatever else is in the batch (docs/batch-invariance.md)."),
+]
+
+LLM_OPTIONS = (
+    "fill",
+    "signals",
+    "lateness",
+    "segments",
+    "dtype",
+    "device",
+    "gate_dtype",
+    "revision",
+    "certificate",
+    "batch_invariant",
+)
 
 
 def finish(command: str, result: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"command": command, "version": 1, "result": result}, ensure_ascii=False, default=str))
+
+
+def sampling_of(params: Mapping[str, Any]) -> Sampling:
+    """The Sampling that a command's options mean."""
+    given = {field.name: params[field.name] for field in fields(Sampling) if field.name in params}
+    return Sampling(**{**given, "stop": params["stop"] or (), "stop_token_ids": params["stop_token_id"] or ()})
+
+
+def llm_options(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of LLM that a command was given or has by default."""
+    return {name: params[name] for name in LLM_OPTIONS}
+
+
+def passed(context: typer.Context) -> dict[str, Any]:
+    """The options that stand on the command line."""
+    given = {
+        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    return {name: context.params[name] for name in context.params if name in given}
 
 
 def read_fields(text: str) -> dict[str, Any]:

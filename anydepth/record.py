@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -214,6 +215,12 @@ def remove(folder: str | Path) -> None:
         (path / name).unlink(missing_ok=True)
     if not any(path.iterdir()):
         path.rmdir()
+
+
+@lru_cache(maxsize=1 << 14)  # asked for a protocol, then for each answer
+def ids_hash(ids: tuple[int, ...]) -> str:
+    """sha256 (hex) of token ids, written as compact JSON: `prompt_ids_sha256` of a sample."""
+    return hashlib.sha256(json.dumps(ids, separators=(",", ":")).encode()).hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from anydepth.diagnose.divergence import Judge
 from anydepth.eval.arms import ENGINE_FIELDS, FIELDS, Arm
 from anydepth.eval.backends.base import Backend
-from anydepth.eval.protocol import ids_hash, prompt_ids
+from anydepth.eval.protocol import prompt_ids
 from anydepth.eval.run import question_ids_hash, run
 from anydepth.eval.study import bar, tensor_threads
 from anydepth.eval.task import Question, Task, load_task
-from anydepth.record import Record, Sample
+from anydepth.record import Record, Sample, ids_hash
 from anydepth.types import Output, Usage, unknown
 
 if TYPE_CHECKING:

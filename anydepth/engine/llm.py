@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -256,12 +256,12 @@ class LLM:
             pairs.append((ids, tuple(continuation)))
         return pairs
 
-    def run(self, requests: Sequence[Request]) -> Iterator[Chunk]:
+    def run(self, requests: Sequence[Request]) -> Generator[Chunk]:
         """Chunks of prepared requests as they come. Closing the iterator early aborts what is left.
 
         The requests are queued when the first chunk is asked for (an iterator that never starts holds nothing), and the
-        engine is stepped until all have ended. Chunks of others wait in their inbox; ours may be in our own when another
-        iterator stepped the engine meanwhile."""
+        engine is stepped until all have ended. Chunks of others wait in their inbox; ours may be in our own when
+        another iterator stepped the engine meanwhile."""
         left: set[str] = set()
         try:
             for request in requests:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from anydepth.eval.arms import Study
 from anydepth.eval.backends.base import Backend
 from anydepth.eval.task import Question, Task
 from anydepth.provenance import package_versions
-from anydepth.record import read_versioned, write_atomically
+from anydepth.record import ids_hash, read_versioned, write_atomically
 from anydepth.types import Sampling
 
 VERSION = 1
@@ -28,12 +27,6 @@ def prompt_ids(backend: Backend, question: Question) -> tuple[int, ...]:
     if backend.tokenizer.chat_template:
         return tuple(backend.tokenizer.chat(question.prompt))
     return tuple(backend.tokenizer.encode("\n\n".join(message["content"] for message in question.prompt)))
-
-
-@lru_cache(maxsize=1 << 14)  # asked for the protocol, then for each answer
-def ids_hash(ids: tuple[int, ...]) -> str:
-    """sha256 (hex) of token ids, written as compact JSON."""
-    return hashlib.sha256(json.dumps(ids, separators=(",", ":")).encode()).hexdigest()
 
 
 def protocol(

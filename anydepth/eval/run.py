@@ -17,10 +17,10 @@ from anydepth.engine.text import INCOMPLETE, TextStream
 from anydepth.eval.aggregate import aggregate
 from anydepth.eval.arms import Arm
 from anydepth.eval.backends.base import Ask, Backend, Reply
-from anydepth.eval.protocol import ids_hash, prompt_ids, protocol, protocol_hash
+from anydepth.eval.protocol import prompt_ids, protocol, protocol_hash
 from anydepth.eval.task import Grade, Question, Task
 from anydepth.provenance import provenance
-from anydepth.record import Record, RecordWriter, Sample
+from anydepth.record import Record, RecordWriter, Sample, ids_hash
 from anydepth.types import Output, Sampling, Score, Usage
 
 

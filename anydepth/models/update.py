@@ -58,7 +58,7 @@ class NewWeights:
             del slots  # its views would keep what is packed
             self._model.pack()
 
-    def _check_names(self, expected: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
         given = self._source.shapes
         tied = {HEAD: expected[EMBEDDING]} if HEAD not in expected and EMBEDDING in expected else {}
         if missing := [name for name in expected if name not in given]:

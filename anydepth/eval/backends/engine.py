@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from anydepth.certificate import describe
+from anydepth.engine.in_force import settings_in_force
 from anydepth.engine.llm import LLM
 from anydepth.eval.backends.base import SMALL_HIDDEN, Ask, Backend, Reply
 from anydepth.types import Request, Sampling, Score
@@ -24,8 +24,8 @@ class EngineBackend(Backend):
             raise ValueError(f"model {llm.checkpoint.name} has no tokenizer, which questions need; give one to LLM")
         if llm.engine.weight_version:
             raise ValueError(
-                f"the weights of {llm.checkpoint.name} were exchanged after it was loaded, so its name and hash do not say "
-                f"what is evaluated; save them as a checkpoint and load that"
+                f"the weights of {llm.checkpoint.name} were exchanged after it was loaded, so its name and hash do not "
+                f"say what is evaluated; save them as a checkpoint and load that"
             )
         self.llm, self.tokenizer = llm, llm.tokenizer
         self.model_name, self.model_hash = llm.checkpoint.name, llm.checkpoint.model_hash
@@ -34,30 +34,7 @@ class EngineBackend(Backend):
         self.small = shape.hidden < SMALL_HIDDEN
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
-        engine = self.llm.engine
-        request = engine.prepare([0], replace(sampling, n=1), streaming=False)
-        low, high = request.bounds
-        asked, certificate = request.sampling, self.llm.certificate
-        return {
-            "exit_threshold": asked.exit_threshold,
-            "depth": asked.depth,
-            "interval": asked.interval,
-            "shallow_depth": asked.shallow_depth,
-            "trace": asked.trace,
-            "certificate": certificate and {"sha256": certificate.sha256, "says": describe(certificate)},
-            "fill": engine.fill.name,
-            "signals": engine.mode.name,
-            "lateness": engine.lateness,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "gate_dtype": engine.gate_dtype,
-            "batch_invariant": engine.stats()["batch_invariant"] is not None,
-            "device": engine.model.device.type,
-            "segments": self.segments,
-            "policy": request.policy.name,
-            "min_depth": low,
-            "max_depth": high,
-            "stop_token_ids": sorted(request.stop_ids),
-        }
+        return settings_in_force(self.llm.engine, sampling)
 
     def replies(self, asks: Sequence[Ask], sampling: Sampling, *, concurrency: int) -> Iterator[Reply]:
         """Leaves the engine empty, however it ends."""
