@@ -36,7 +36,7 @@ def odd(completions, seen=None, **extras):
     return [float(len(text) % 2) for text in completions]
 
 
-def make_trainer(folder, tmp_path, *, sampling=DEPTHS, reward=odd, model=None, **settings):
+def make_trainer(folder, tmp_path, *, sampling=DEPTHS, reward=odd, fill="full", prompts=PROMPTS, **settings):
     defaults = {
         "num_generations": 4,
         "per_device_train_batch_size": 8,
@@ -53,11 +53,11 @@ def make_trainer(folder, tmp_path, *, sampling=DEPTHS, reward=odd, model=None, *
         "dataloader_pin_memory": False,
     }
     return adapter.RolloutGRPOTrainer(
-        model or adapter.Trainable.load(folder),
-        llm=LLM(folder, fill="full"),
+        adapter.Trainable.load(folder),
+        llm=LLM(folder, fill=fill),
         sampling=sampling,
         reward_funcs=reward,
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
         processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
         args=trl.GRPOConfig(str(tmp_path / "steps"), **defaults | settings),
     )
@@ -117,19 +117,33 @@ def test_the_saved_folder_answers_as_the_engine_does(trained, tmp_path):
         assert (other.token_ids, other.depths, other.logprobs) == (answer.token_ids, answer.depths, answer.logprobs)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(depth=2), Sampling(exit_threshold=0.6)])
-def test_any_policy_trains(folder, tmp_path, sampling):
-    trainer = make_trainer(folder, tmp_path, sampling=sampling, max_steps=1, temperature=0.7, top_k=20)
+@pytest.mark.parametrize("fill", ["deferred", "last_exited"])
+@pytest.mark.parametrize("sampling", [Sampling(depth=2), Sampling(exit_threshold=0.6)])
+def test_any_policy_trains(folder, tmp_path, sampling, fill):
+    trainer = make_trainer(folder, tmp_path, sampling=sampling, fill=fill, max_steps=1, temperature=0.7, top_k=20)
     trainer.train()
     assert steps(trainer)[0]["rollout/largest_difference"] < 1e-4
 
 
 def test_pieces_of_one_generation_keep_their_answers(folder, tmp_path):
-    """Two optimiser steps on one rollout: only the first is of the rollout's weights and compared."""
+    """Two optimiser steps on one rollout: the second has other weights than the rollout and is not compared."""
     trainer = make_trainer(folder, tmp_path, per_device_train_batch_size=4, steps_per_generation=2, max_steps=4)
     trainer.train()
-    versions = [line.get("rollout/weight_version") for line in steps(trainer) + trainer.state.log_history]
-    assert [version for version in versions if version is not None][:2] == [1, 2]
+    versions = [line.get("rollout/weight_version") for line in trainer.state.log_history]
+    assert versions == [1, None, 2, None, None]  # the last line is the run's
+
+
+def test_a_stopped_run_goes_on(folder, tmp_path):
+    """A trainer made anew from the last checkpoint logs the step after it as the one that was not stopped did."""
+    prompts = [prompt.replace("Ann", name) for name in ("Ann", "Cal") for prompt in PROMPTS]  # two steps, no repeats
+    whole = make_trainer(folder, tmp_path, prompts=prompts, save_strategy="steps", save_steps=1)
+    whole.train()
+    again = make_trainer(folder, tmp_path, prompts=prompts, save_strategy="steps", save_steps=1)
+    again.train(resume_from_checkpoint=str(tmp_path / "steps" / "checkpoint-1"))
+    first, second = steps(whole)[1], steps(again)[1]
+    assert (first["reward"], first["num_tokens"]) == (second["reward"], second["num_tokens"])
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
+    assert second["rollout/weight_version"] == 1  # of a new engine
 
 
 # Planted faults: each of them would train on something else than what was sampled.
