@@ -37,7 +37,8 @@ ShallowDepth = Annotated[int | None, typer.Option(help="Depth of the tokens betw
 
 # Options of LLM.
 Fill = Annotated[
-    str | None, typer.Option(help="full, last_exited (default of looped models) or shared: K/V of skipped depths.")
+    str | None,
+    typer.Option(help="full, last_exited (default of looped models), deferred or shared: K/V of skipped depths."),
 ]
 Signals = Annotated[
     str, typer.Option(help="sync, exact, resident or delayed: when the host learns that a token leaves.")

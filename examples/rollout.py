@@ -20,7 +20,7 @@ from anydepth.reference import Model, generate
 from anydepth.rollout.answers import Answer
 from anydepth.rollout.rollout import Rollout
 
-FILL = "full"
+FILL = "deferred"
 INTERVALS, SHALLOW_DEPTH = (1, 2, 4, 8), 2
 PROMPTS, N = 6, 4
 

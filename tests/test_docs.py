@@ -1,4 +1,4 @@
-"""The Python that the pages on late signals, scheduling and rollouts show, prints what they say it prints."""
+"""The Python that the pages show, prints what they say it prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 SHOWN = [
     (page, *shown)
-    for page in ("late-signals.md", "scheduling.md", "rollout.md")
+    for page in ("late-signals.md", "deferred.md", "scheduling.md", "rollout.md")
     for shown in re.findall(r"```python\n(.*?)```\n\nprints\n\n```\n(.*?)```", (DOCS / page).read_text(), re.S)
 ]
 
@@ -22,7 +22,7 @@ def test_python_prints_what_the_page_says(page, code, said, capsys):
 
 
 def test_every_block_is_run():
-    assert len(SHOWN) == sum((DOCS / page).read_text().count("```python") for page in {page for page, *_ in SHOWN}) == 6
+    assert len(SHOWN) == sum((DOCS / page).read_text().count("```python") for page in {page for page, *_ in SHOWN}) == 8
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))

@@ -319,8 +319,8 @@ class Engine:
             "prefix_pages_copied": self.pages.copied,
             "prefix_pages_evicted": self.pages.evicted,
             "kv_bytes": self.slots.pool.data.nbytes,
-            "weight_version": self.weight_version,
             **self._pending(),
+            "weight_version": self.weight_version,
             "batch_invariant": self._invariant.counts if self._invariant else None,
             **tallies,
         }

@@ -25,10 +25,12 @@ class LLM:
     """A loaded model and its engine.
 
     model: "nano", "nano-plain", "smollm2-135m", a folder of safetensors, a .gguf file, or a hub id.
-    fill: "full", "last_exited" (default of looped models), "shared". segments: for layered models, layers a segment or
-    the list of exit layers. signals, lateness, submission: when the host learns what a turn decided, how many turns
-    late, and how turns reach a GPU (docs/late-signals.md). kv_pages: size of the K/V pool in pages of page_size
-    positions; max_batched_tokens: prompt tokens a turn may carry; prefix_sharing, host_kv_bytes: docs/scheduling.md.
+    fill: "full" (default of layered models), "last_exited" (default of looped ones), "deferred", "shared": the K/V of
+    depths that were skipped. pending_positions: how many positions of a request may wait under "deferred", 256 unless
+    given (docs/deferred.md). segments: for layered models, layers a segment or the list of exit layers. signals,
+    lateness, submission: when the host learns what a turn decided, how many turns late, and how turns reach a GPU
+    (docs/late-signals.md). kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
+    tokens a turn may carry; prefix_sharing, host_kv_bytes: docs/scheduling.md.
     gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
     certificate: a certificate.json, or what was read from it. The model and these options must be those that were
     certified (its weights are read once more for their hash); a request without an exit setting gets the certified
@@ -55,6 +57,7 @@ class LLM:
         page_size: int = 16,
         kv_pages: int | None = None,
         max_batched_tokens: int = 512,
+        pending_positions: int | None = None,
         prefix_sharing: bool = True,
         host_kv_bytes: int | None = None,
         revision: str | None = None,
@@ -80,6 +83,7 @@ class LLM:
             page_size=page_size,
             kv_pages=kv_pages,
             max_batched_tokens=max_batched_tokens,
+            pending_positions=pending_positions,
             prefix_sharing=prefix_sharing,
             host_kv_bytes=host_kv_bytes,
             gate_dtype=gate_dtype,

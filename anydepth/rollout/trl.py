@@ -24,8 +24,9 @@ from anydepth.engine.llm import LLM
 from anydepth.engine.philox import derive
 from anydepth.models.base import Model
 from anydepth.models.load import Checkpoint, load_checkpoint
-from anydepth.rollout.answers import Answer, answer_of
+from anydepth.rollout.answers import Answer
 from anydepth.rollout.replay import Replay, replay
+from anydepth.rollout.rollout import Rollout
 from anydepth.types import Sampling
 
 # What would make the trainer's probabilities others than the engine's, or asks for what a replay does not give.
@@ -157,9 +158,8 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         rollout = self._step % self.args.gradient_accumulation_steps
         seed = derive(self.args.seed, self.state.global_step + 1, 2 * rollout + self.model.training)
         asks = [replace(self.sampling, n=n, seed=derive(seed, i, 0)) for i, (_, n) in enumerate(groups)]
-        outputs = self.llm.generate([prompt for prompt, _ in groups], asks)
-        fill = self.llm.engine.fill.name
-        answers = [answer_of(output, sampling=asks[output.prompt_index], fill=fill) for output in outputs]
+        made = Rollout(self.llm).generate([prompt for prompt, _ in groups], asks)
+        answers = [answer for group in made for answer in group.answers]
         self._asked, self._fresh = answers, (self.state.global_step, {answer.weight_version for answer in answers})
         return answers
 

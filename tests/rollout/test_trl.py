@@ -11,6 +11,7 @@ import torch
 from anydepth import LLM, Sampling
 from anydepth.models.load import load_checkpoint
 from anydepth.rollout.replay import replay
+from anydepth.rollout.rollout import Rollout
 from tests.random_nano import write_random_nano
 
 trl = pytest.importorskip("trl", reason="the extra rl is not installed")
@@ -112,7 +113,7 @@ def test_the_saved_folder_answers_as_the_engine_does(trained, tmp_path):
     fresh = LLM(tmp_path, fill="full")
     assert fresh.checkpoint.eos_ids == trainer.llm.checkpoint.eos_ids
     # From strings: the saved tokenizer is the same, too.
-    others = fresh.generate(PROMPTS, [replace(answer.sampling, n=1, seed=answer.seed) for answer in answers])
+    others = fresh.generate(PROMPTS, [answer.sampling for answer in answers])
     for other, answer in zip(others, answers, strict=True):
         assert (other.token_ids, other.depths, other.logprobs) == (answer.token_ids, answer.depths, answer.logprobs)
 
@@ -199,7 +200,7 @@ def test_gradients_reach_the_released_parameters(tmp_path, kind, tied):
     model = adapter.Trainable.load(folder, dtype="float64")
     llm = LLM(folder, dtype="float64", fill="full")
     ask = Sampling(temperature=1.0, logprobs="processed", max_tokens=6, seed=3)
-    answers = [adapter.answer_of(output, sampling=ask, fill="full") for output in llm.generate(PROMPTS, ask)]
+    answers = list(Rollout(llm).answers(PROMPTS, ask))
     assert model(answers).max_difference < 1e-9
     generator = torch.Generator().manual_seed(0)
     direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in model.parameters()]
