@@ -98,10 +98,14 @@ def test_reward_functions_are_shown_depths(trained):
     assert len(seen) == 2 and all(executed > 0 for executed in seen[0]["segments_executed"])
 
 
-def test_a_group_has_one_seed_an_answer_and_other_ones_in_the_next_step(trained):
-    _, seen = trained
-    answers = [tuple(ids) for step in seen for ids in step["completion_ids"]]
-    assert len(set(answers)) > len(answers) // 2
+def test_no_two_answers_share_a_seed(folder, tmp_path):
+    """Neither in a group, nor in a step, nor in a run."""
+    trainer = make_trainer(folder, tmp_path)
+    answer, made = trainer.answer, []
+    trainer.answer = lambda prompts: made.append(answer(prompts)) or made[-1]
+    trainer.train()
+    assert len({answer.seed for step in made for answer in step}) == 16
+    assert [answer.answer_index for answer in made[0]] == [0, 1, 2, 3] * 2
 
 
 def test_the_saved_folder_answers_as_the_engine_does(trained, tmp_path):
@@ -122,6 +126,7 @@ def test_the_saved_folder_answers_as_the_engine_does(trained, tmp_path):
 @pytest.mark.parametrize("sampling", [Sampling(depth=2), Sampling(exit_threshold=0.6)])
 def test_any_policy_trains(folder, tmp_path, sampling, fill):
     trainer = make_trainer(folder, tmp_path, sampling=sampling, fill=fill, max_steps=1, temperature=0.7, top_k=20)
+    assert (trainer.sampling.temperature, trainer.sampling.top_k) == (0.7, 20)
     trainer.train()
     assert steps(trainer)[0]["rollout/largest_difference"] < 1e-4
 
@@ -132,6 +137,20 @@ def test_pieces_of_one_generation_keep_their_answers(folder, tmp_path):
     trainer.train()
     versions = [line.get("rollout/weight_version") for line in trainer.state.log_history]
     assert versions == [1, None, 2, None, None]  # the last line is the run's
+
+
+def test_the_old_logprobs_are_the_rollouts(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path, max_steps=1)
+    compute, checked = trainer._compute_loss, []
+
+    def watched(model, inputs):
+        for answer, row in zip(inputs["answers"], inputs["old_per_token_logps"], strict=True):
+            checked.append(row[: len(answer.logprobs)].tolist() == pytest.approx(answer.logprobs, rel=1e-6))
+        return compute(model, inputs)
+
+    trainer._compute_loss = watched
+    trainer.train()
+    assert checked == [True] * 8
 
 
 def test_a_stopped_run_goes_on(folder, tmp_path):
