@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=5e-4)
     parser.add_argument("--split", choices=("validation", "calibration", "test"), default="validation")
     parser.add_argument("--questions", type=int, default=2160, help="held-out questions asked before and after")
-    parser.add_argument("--fill", choices=("full", "deferred"), default="full", help="same answers, other work")
+    parser.add_argument("--fill", choices=("full", "deferred"), default="deferred", help="same answers, other work")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     torch.set_num_threads(1)  # a model this small gains nothing from more
@@ -227,29 +227,34 @@ def summary(samples: Sequence[Sample]) -> dict[str, Any]:
 def table(out: Path) -> str:
     """Markdown of all arms that are done."""
     lines = [
-        "| arm | accuracy before, % | after, % | gain, points | segments read a question | executed | s a step "
-        "(processor) | largest difference, first step / all |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | accuracy before, % | after, % | gain, points | tokens a question | segments read | executed "
+        "| s a step (processor) | largest difference, first step / all |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for arm in ARMS:
-        if not (out / arm / "record" / "record.json").exists():
-            continue
-        got = Record.read(out / arm / "record", samples=False).aggregates
-        if not got:
-            continue
-
-        def share(name: str, interval: str, got: Any = got) -> str:
-            low, high = got[interval]
-            return f"{100 * got[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
-
-        lines.append(
-            f"| {arm} | {share('accuracy_before', 'interval_before')} | {share('accuracy_after', 'interval_after')} "
-            f"| {share('gain', 'gain_interval')} | {got['segments_read_per_question']:.1f} "
-            f"| {got['segments_executed_per_question']:.1f} "
-            f"| {got['seconds_per_step']:.2f} ({got['processor_s_per_step']:.2f}) "
-            f"| {got['first_difference']:.1e} / {got['largest_difference']:.1e} |"
-        )
+        if (out / arm / "record" / "record.json").exists():
+            record = Record.read(out / arm / "record", samples=False)
+            lines += [row(arm, record.aggregates)] if record.status == "complete" else []
     return "\n".join(lines)
+
+
+def row(arm: str, got: Mapping[str, Any]) -> str:
+    def share(name: str, interval: str) -> str:
+        low, high = got[interval]
+        return f"{100 * got[name]:.1f} [{100 * low:.1f}, {100 * high:.1f}]"
+
+    cells = [
+        arm,
+        share("accuracy_before", "interval_before"),
+        share("accuracy_after", "interval_after"),
+        share("gain", "gain_interval"),
+        f"{got['tokens_per_question']:.1f}",
+        f"{got['segments_read_per_question']:.1f}",
+        f"{got['segments_executed_per_question']:.1f}",
+        f"{got['seconds_per_step']:.2f} ({got['processor_s_per_step']:.2f})",
+        f"{got['first_difference']:.1e} / {got['largest_difference']:.1e}",
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

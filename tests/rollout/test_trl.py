@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from anydepth import LLM, Sampling
 from anydepth.models.load import load_checkpoint
+from anydepth.record import Record
 from anydepth.rollout.replay import replay
 from anydepth.rollout.rollout import Rollout
 from tests.random_nano import write_random_nano
@@ -164,6 +168,25 @@ def test_a_stopped_run_goes_on(folder, tmp_path):
     assert (first["reward"], first["num_tokens"]) == (second["reward"], second["num_tokens"])
     assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
     assert second["rollout/weight_version"] == 1  # of a new engine
+
+
+def test_the_example_runs_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
+    path = Path(__file__).parents[2] / "examples" / "grpo.py"
+    spec = importlib.util.spec_from_file_location("grpo", path)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "PROMPTS", 1)
+    asked = ["--out", str(tmp_path), "--arm", "interval-4", "--steps", "2", "--questions", "9"]
+    monkeypatch.setattr(sys, "argv", [str(path), *asked])
+    example.main()
+    first = capsys.readouterr().out
+    record = Record.read(tmp_path / "interval-4" / "record")
+    assert first.splitlines()[-1].startswith("| interval-4 |") and "step 1: weights 2" in first
+    assert (record.status, len(record.samples), record.aggregates["steps"]) == ("complete", 2 + 2 * 9, 2)
+    assert record.aggregates == json.loads(json.dumps(example.summary(record.samples)))
+    monkeypatch.setattr(example, "train", None)
+    example.main()
+    assert capsys.readouterr().out.splitlines() == first.splitlines()[-3:]
 
 
 # Planted faults: each of them would train on something else than what was sampled.
