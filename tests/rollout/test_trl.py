@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -199,6 +200,22 @@ def test_full_depth_probabilities_are_noticed(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(adapter, "replay", at_full_depth)
     with pytest.raises(RuntimeError, match=r"differ by .*, allowed: 0\.0001"):
         make_trainer(folder, tmp_path).train()
+
+
+@pytest.mark.parametrize("off, done", [((5e-5, 0), 0), ((0, 5e-5), 2), ((0, 5e-4), 1)])
+def test_the_limit_holds_before_the_first_update_and_ten_times_it_later(folder, tmp_path, monkeypatch, off, done):
+    """The replay is `off` by so much in the first and in the second step; the limit is 2e-5."""
+
+    def a_little_off(model, answers):
+        said = replay(model, answers)
+        return replace(said, returned_NT=said.returned_NT + off[trainer.state.global_step] * said.mask_NT)
+
+    monkeypatch.setattr(adapter, "replay", a_little_off)
+    trainer = make_trainer(folder, tmp_path)
+    trainer.limit = 2e-5
+    with pytest.raises(RuntimeError, match="allowed") if done < 2 else contextlib.nullcontext():
+        trainer.train()
+    assert trainer.state.global_step == done
 
 
 def test_weights_that_are_not_pushed_are_noticed(folder, tmp_path, monkeypatch):
