@@ -194,7 +194,7 @@ FAULTS = {
     "a block is not causal": Fault(KVMap, "chunk", "if rows > 1 else", "if rows > 1 and start == 0 else", intervals),
     "blocks of equal length are not causal": Fault(
         KVMap, "together", "torch.where(seen_BnT,", "torch.where(seen_BnT[:, -1:].expand_as(seen_BnT),",
-        partial(played, every(4), every(4, 7)),
+        partial(played, every(4), every(4, 7), prefix_sharing=False),
     ),
     "a tail is run after the end": Fault(
         LateScheduler, "_leave", "if s.issued < s.request.max_tokens:", "if True:", no_tail,
