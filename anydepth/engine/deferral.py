@@ -16,6 +16,7 @@ Tokens read at depths 1, 1, 3 after a prompt of 5 (R = 4):
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from anydepth.engine.plan import Row, Sequence
@@ -41,24 +42,24 @@ class Deferral:
     def rows(self, ready: list[Sequence], read: Callable[[Sequence], int | None]) -> list[Row]:
         """The next decode rows: those of equal length together, then those alone of their length. `read` as in Row, of
         a sequence's token."""
-        self._room, waiting = self.rows_per_turn, 0
-        rows = []
-        for s in ready:
-            rows.append(self._row(s, read(s)))
-            waiting += self.waiting(s)
-        self.peak = max(self.peak, waiting)
-        lengths = [row.length for row in rows]
-        return sorted(rows, key=lambda row: (lengths.count(row.length) == 1, row.length))
+        self._room = self.rows_per_turn
+        self.peak = max(self.peak, sum(map(self.waiting, ready)))
+        rows = [self._row(s, read(s)) for s in ready]
+        if self._room == self.rows_per_turn:
+            return rows
+        lengths = Counter(row.length for row in rows)
+        return sorted(rows, key=lambda row: (lengths[row.length] == 1, row.length))
 
     def _row(self, s: Sequence, read: int | None) -> Row:
-        start, position, caught_up = s.caught_up[s.segment - 1], s.position, s.catching_up > 0
-        length = position + 1 - caught_up - start
+        segment, position = s.segment, s.position
+        start = s.caught_up[segment - 1]
+        length = position + (not s.catching_up) - start
         if length > 1:
             length = 1 + min(length - 1, self._room)
             self._room -= length - 1
         if start + length <= position:
             read = 0
-        return Row(s, s.slot, s.segment, start, length, read, False, False)
+        return Row(s, s.slot, segment, start, length, read, False, False)
 
     def ran(self, row: Row) -> bool:
         """Note what a decode row runs; whether that brings its token through the segment."""

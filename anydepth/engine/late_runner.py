@@ -123,9 +123,9 @@ class LateRunner(Runner):
         slots_B, depth_B, start_B, places_M = self._numbers(decode)
         carried = self._carried(places_M, prefill)
         if decode and not (self.fill.runs_on or self.reads_late):  # the state one round back, for a row that left there
-            self.slots.kept_h_Sd.index_copy_(0, slots_B, self._tokens(decode, carried))
+            self.slots.kept_h_Sd.index_copy_(0, slots_B, self._tokens(decode, len(places_M), carried))
         h_Nd = self.model.segment(plan.segment, carried, self._kv(plan, slots_B, depth_B, start_B))
-        h_Bd = self._tokens(decode, h_Nd)
+        h_Bd = self._tokens(decode, len(places_M), h_Nd)
         asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
@@ -169,7 +169,10 @@ class LateRunner(Runner):
 
     def _keep_prompts(self, plan: Plan, h_Nd: Tensor) -> None:
         """Chunks go deeper; the last position of a prompt that came through is what its slot carries."""
-        prefill, end = plan.rows[plan.decode_rows :], plan.decode_positions
+        prefill = plan.rows[plan.decode_rows :]
+        if not prefill:
+            return
+        end = plan.decode_positions
         self.slots.keep_prompts(prefill, h_Nd[end:])
         for row in prefill:
             end += row.length

@@ -52,7 +52,7 @@ class Runner:
         kv = self._kv(plan, slots_B, depth_B, start_B)
         h_Nd = self.model.segment(plan.segment, self._carried(places_M, prefill), kv)
 
-        h_Bd = self._tokens(decode, h_Nd)
+        h_Bd = self._tokens(decode, len(places_M), h_Nd)
         asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
@@ -80,9 +80,9 @@ class Runner:
         numbers += self.slots.places(decode)
         return self._index(numbers).split([len(decode)] * 3 + [len(numbers) - 3 * len(decode)])
 
-    def _tokens(self, decode: tuple[Row, ...], h_Nd: Tensor) -> Tensor:
-        """[B, d], the last position of every decode row."""
-        if not self.fill.defers or all(row.length == 1 for row in decode):
+    def _tokens(self, decode: tuple[Row, ...], positions: int, h_Nd: Tensor) -> Tensor:
+        """[B, d], the last position of every decode row; they have so many `positions` in all."""
+        if positions == len(decode):
             return h_Nd[: len(decode)]
         return h_Nd.index_select(0, self._index(end - 1 for end in itertools.accumulate(row.length for row in decode)))
 
@@ -196,7 +196,10 @@ class Runner:
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
         """Keep chunks that go deeper; add the last position of every prompt that came through to those that leave."""
-        prefill, end = plan.rows[plan.decode_rows :], plan.decode_positions
+        prefill = plan.rows[plan.decode_rows :]
+        if not prefill:
+            return leaving
+        end = plan.decode_positions
         self.slots.keep_prompts(prefill, h_Nd[end:])
         rows, states = list(leaving.rows), [leaving.h_Ld]
         for index, row in enumerate(prefill, plan.decode_rows):
@@ -247,14 +250,9 @@ def _next_position(s: Sequence) -> int:
 
 
 def turn_work(plan: Plan, signals: int, readouts: int, copies: tuple[int, ...]) -> TurnWork:
-    prefill = plan.rows[plan.decode_rows :]
-    return TurnWork(
-        plan.segment,
-        plan.decode_positions,
-        sum(row.length for row in prefill),
-        sum(row.length * row.start + row.length * (row.length + 1) // 2 for row in plan.rows),
-        sum(row.start + row.length for row in plan.rows),
-        signals,
-        readouts,
-        copies,
-    )
+    attended = kv_read = 0
+    for row in plan.rows:
+        attended += row.length * row.start + row.length * (row.length + 1) // 2
+        kv_read += row.start + row.length
+    prefilled = sum(row.length for row in plan.rows[plan.decode_rows :])
+    return TurnWork(plan.segment, plan.decode_positions, prefilled, attended, kv_read, signals, readouts, copies)

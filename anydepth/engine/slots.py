@@ -67,9 +67,10 @@ class Slots:
         """Where h_Wd has the state of a slot's position."""
         return slot * self.states_per_slot + position % self.states_per_slot
 
-    def places(self, rows: Iterable[Row]) -> Iterable[int]:
+    def places(self, rows: Iterable[Row]) -> list[int]:
         """Where h_Wd has the states of all their positions."""
-        return (self.place(row.slot, row.start + n) for row in rows for n in range(row.length))
+        held = self.states_per_slot
+        return [row.slot * held + at % held for row in rows for at in range(row.start, row.start + row.length)]
 
     def index(self, values: Iterable[int]) -> Tensor:
         return send(values, self.device)

@@ -88,7 +88,7 @@ FAULTS = {
         "((self.sequences.get(s.request.id, s), *rest) for s, *rest in result.outcomes):", abort_and_again,
     ),
     "the snapshot is the previous tenant's": Fault(
-        LateRunner, "_advance", "index_copy_(0, slots_B, self._tokens(decode, carried))",
+        LateRunner, "_advance", "index_copy_(0, slots_B, self._tokens(decode, len(places_M), carried))",
         "index_copy_(0, slots_B[:0], carried[:0])", alone,
     ),
     "the late round counts as depth": Fault(
