@@ -108,8 +108,14 @@ class Played:
     verdicts: list[Verdict] = field(default_factory=list)
 
 
-def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync",)) -> Schedule:
-    """A random schedule in one of the modes `signals`. `rng` may be hypothesis's, which then shrinks it."""
+FILLS = ("last_exited", "full", "shared", "deferred", "deferred")
+
+
+def draw(
+    rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync",), fills: Sequence[str] = FILLS
+) -> Schedule:
+    """A random schedule in one of the modes `signals`, with one of the `fills` as far as the drawn model and mode allow
+    it. `rng` may be hypothesis's, which then shrinks it."""
     mode = rng.choice(list(signals))
     kind = rng.choice(["looped", "looped", "layered"])
     changes = {
@@ -125,11 +131,11 @@ def draw(rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync
     exits = None
     if kind == "looped":
         changes["total_ut_steps"] = segments = rng.randint(1, 4)
-        fill = rng.choice(["last_exited", "full", "shared", "deferred", "deferred"])
+        fill = rng.choice(list(fills))
     else:
         last = changes["num_hidden_layers"]
         exits = (*(layer for layer in range(1, last) if rng.choice([True, False])), last)
-        segments, fill = len(exits), rng.choice(["full", "deferred"])
+        segments, fill = len(exits), rng.choice([fill for fill in ("full", "deferred") if fill in fills])
     longest = changes["max_position_embeddings"]
     if (mode, fill) == ("exact", "shared"):
         fill = "last_exited"

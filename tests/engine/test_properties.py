@@ -31,7 +31,11 @@ EXAMPLES = settings(
 )
 RANDOM = st.randoms(use_true_random=False)
 LATE = ("exact", "resident", "delayed")
-CAMPAIGNS = {"schedules": (("sync",), ("float64", "float32")), "late_schedules": (LATE, ("float64",))}
+CAMPAIGNS: dict[str, dict[str, Any]] = {
+    "schedules": {"signals": ("sync",), "dtypes": ("float64", "float32")},
+    "late_schedules": {"signals": LATE, "dtypes": ("float64",)},
+    "deferred_schedules": {"signals": ("sync", "exact", "delayed"), "dtypes": ("float64",), "fills": ("deferred",)},
+}
 
 
 @EXAMPLES
@@ -88,12 +92,13 @@ def test_a_short_campaign(name):
 def campaign(name: str, seed: int, count: int) -> dict[str, Any]:
     """Play `count` schedules; what came of it, failures with an expression that repeats them included."""
     print(f"{count} {name}, ANYDEPTH_CAMPAIGN_SEED={seed}")
-    started, (signals, dtypes) = time.monotonic(), CAMPAIGNS[name]
+    started, options = time.monotonic(), dict(CAMPAIGNS[name])
+    dtypes = options.pop("dtypes")
     kinds = {dtype: {"requests": 0, "output_tokens": 0} for dtype in dtypes}
     modes, endings, near_ties, failures = Counter[str](), Counter[str](), [], []
     for n in range(count):
         dtype = dtypes[n % len(dtypes)]
-        schedule = draw(Random(f"{seed}/{n}"), dtype=dtype, signals=signals)
+        schedule = draw(Random(f"{seed}/{n}"), dtype=dtype, **options)
         modes[schedule.engine["signals"]] += 1
         try:
             played = play(schedule)
