@@ -97,10 +97,11 @@ def equality(device: str) -> dict[str, Any]:
         Sampling(max_tokens=24),
         Sampling(max_tokens=24, depth=2),
         Sampling(max_tokens=24, exit_threshold=0.6),
+        Sampling(max_tokens=24, interval=4, shallow_depth=1),
         Sampling(max_tokens=24, exit_threshold=0.4, temperature=1.0, top_p=0.9, seed=7),
     ]
     checked = differ = 0
-    for fill in ("full", "last_exited", "shared"):
+    for fill in ("full", "last_exited", "deferred", "shared"):
         answers = []
         for place in ("cpu", device):
             model = random_model(SMALL, place, torch.float64)
