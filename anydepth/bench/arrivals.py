@@ -18,7 +18,8 @@ from typing import Any
 from anydepth.bench.drive import Clock, Quantiles, open_loop, quantiles, settle_on
 from anydepth.bench.memory import Peak, watch_peak
 from anydepth.bench.throughput import PAGE_SIZE, Cell, matched_requests
-from anydepth.engine.engine import Engine, default_pages
+from anydepth.engine.engine import Engine
+from anydepth.engine.sizes import default_pages
 from anydepth.models.base import Model
 from anydepth.ops.fill import load_fill
 from anydepth.types import Output

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from anydepth.certificate import Certificate
 from anydepth.engine.deferral import Deferral
 from anydepth.engine.invariant import Invariant, in_blocks
@@ -16,6 +14,7 @@ from anydepth.engine.pages import Pages
 from anydepth.engine.plan import TurnWork
 from anydepth.engine.requests import Requests
 from anydepth.engine.signals import load_mode
+from anydepth.engine.sizes import check_flags, check_whole, default_pages, host_pages, pending
 from anydepth.engine.submission import Submission, default_submission
 from anydepth.exits.base import Policy
 from anydepth.exits.load import load_policy
@@ -26,11 +25,6 @@ from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict
 
 if TYPE_CHECKING:
     from anydepth.models.tokenizer import Tokenizer  # its library is not needed to run on token ids
-
-DEFAULT_PENDING = 256  # positions of a request that may wait under fill `deferred`
-DEFAULT_CONTEXT = 2048  # positions a slot that the default pool provides for
-DEFAULT_HOST_BYTES = 4 << 30  # for preempted requests; taken only when it is needed
-DEFAULT_POOL_BYTES = 4 << 30  # on a CPU, where untouched pages cost nothing
 
 
 @strict_options
@@ -64,13 +58,13 @@ class Engine:
         certificate: Certificate | None = None,
         batch_invariant: bool = False,
     ) -> None:
-        _check_whole(
+        check_whole(
             max_batch=max_batch,
             page_size=page_size,
             kv_pages=1 if kv_pages is None else kv_pages,
             max_batched_tokens=max_batched_tokens,
         )
-        _check_flags(prefix_sharing=prefix_sharing, batch_invariant=batch_invariant)
+        check_flags(prefix_sharing=prefix_sharing, batch_invariant=batch_invariant)
         if gate_dtype not in ("float32", "bfloat16"):
             raise ValueError(f"gate_dtype is {gate_dtype!r}; allowed: 'float32', 'bfloat16' (parity arms)")
         self.model = model
@@ -90,9 +84,11 @@ class Engine:
         self.pages = Pages(kv_pages, page_size, sharing=prefix_sharing)
         self.context = min(shape.max_positions, kv_pages * page_size)
         sizes = {"slots": max_batch, "pages": kv_pages, "page_size": page_size, "context": self.context}
-        deferral = self._deferral(pending_positions, max_batched_tokens)
-        if deferral is not None:
-            sizes["states_per_slot"] = deferral.most + 1
+        most_pending = pending(pending_positions, self.fill, self.context)
+        deferral = None
+        if most_pending:
+            sizes["states_per_slot"] = most_pending + 1
+            deferral = Deferral(shape.segments, most=most_pending, rows_per_turn=max_batched_tokens)
         self.slots = self.mode.slots(model, self.fill, **sizes)
         self.scheduler = self.mode.scheduler(
             self.fill,
@@ -102,7 +98,7 @@ class Engine:
             layered=not shape.shared_weights,
             max_batched_tokens=max_batched_tokens,
             prefill_rows=self.fill.prefill_rows,
-            host_pages=self._host_pages(host_kv_bytes),
+            host_pages=host_pages(host_kv_bytes, self.slots.pool, self.context),
             deferral=deferral,
         )
         self.runner = self.mode.runner(
@@ -325,19 +321,6 @@ class Engine:
             **tallies,
         }
 
-    def _deferral(self, pending_positions: int | None, rows_per_turn: int) -> Deferral | None:
-        """What plans positions that wait; None where the fill lets none wait."""
-        if not self.fill.defers:
-            if pending_positions is not None:
-                raise ValueError(
-                    f"pending_positions is {pending_positions!r}, but under fill {self.fill.name!r} no position waits: "
-                    f"leave it out, or give fill='deferred'"
-                )
-            return None
-        most = min(DEFAULT_PENDING, self.context) if pending_positions is None else pending_positions
-        _check_whole(pending_positions=most)
-        return Deferral(self.model.shape.segments, most=most, rows_per_turn=rows_per_turn)
-
     def _pending(self) -> dict[str, int]:
         """Positions that wait under `deferred`: now, at most so far, in bytes, and the size of their pool."""
         deferral, states = self.scheduler.deferral, self.slots.h_Wd
@@ -350,19 +333,6 @@ class Engine:
             "pending_peak_bytes": deferral.peak * states.shape[1] * states.itemsize,
             "pending_pool_bytes": states.nbytes,
         }
-
-    def _host_pages(self, budget_bytes: int | None) -> int:
-        """Pages that the host memory for preempted requests holds; ValueError for less than one request may need."""
-        page_bytes = self.slots.pool.data.nbytes // self.slots.pool.pages
-        longest = self.pages.needed(self.context)
-        if budget_bytes is None:
-            return max(longest, DEFAULT_HOST_BYTES // page_bytes)
-        if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes < longest * page_bytes:
-            raise ValueError(
-                f"host_kv_bytes is {budget_bytes!r}; one request of {self.context} positions may need "
-                f"{longest * page_bytes} bytes when it is preempted: give at least that, or a smaller kv_pages"
-            )
-        return budget_bytes // page_bytes
 
     def _check_pool(self, request: Request) -> None:
         positions = self.scheduler.positions_of(request)
@@ -383,18 +353,6 @@ class Engine:
                 self._usage += ended.usage
 
 
-def _check_whole(**options: Any) -> None:
-    for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} is {value!r}; allowed: whole numbers from 1")
-
-
-def _check_flags(**options: Any) -> None:
-    for name, value in options.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; allowed: True, False")
-
-
 def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:
     """What loads a policy by its name."""
 
@@ -403,14 +361,3 @@ def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Poli
         return in_blocks(policy) if batch_invariant else policy
 
     return load
-
-
-def default_pages(model: Model, planes: int, slots: int, page_size: int) -> int:
-    """Pages for `slots` requests of 2,048 positions (less on a shorter model), as far as memory goes: 4 GiB on a CPU,
-    half of what is free on a GPU. One request of that length always fits."""
-    shape = model.shape
-    a_slot = -(-min(shape.max_positions, DEFAULT_CONTEXT) // page_size)
-    item = torch.empty((), dtype=model.dtype).element_size()
-    page_bytes = 2 * shape.layers * planes * page_size * shape.kv_heads * shape.head_dim * item
-    room = torch.cuda.mem_get_info(model.device)[0] // 2 if model.device.type == "cuda" else DEFAULT_POOL_BYTES
-    return max(a_slot, min(slots * a_slot, room // page_bytes))
