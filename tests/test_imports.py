@@ -188,6 +188,17 @@ def test_the_package_needs_no_torch_until_an_engine_is_asked_for():
         anydepth.LLN  # noqa: B018
 
 
+def test_rollout_has_its_names_whatever_was_imported_before():
+    import anydepth.rollout.logprobs as module
+    from anydepth import rollout
+
+    assert rollout.replay is module.replay and all(getattr(rollout, name).__name__ == name for name in rollout.__all__)
+    load = "import sys, anydepth.rollout; print('torch' in sys.modules)"
+    assert run(load) == "False"
+    with pytest.raises(AttributeError, match=r"'anydepth\.rollout' has no attribute 'Rollouts'"):
+        rollout.Rollouts  # noqa: B018
+
+
 def test_help_answers_in_under_three_tenths_of_a_second():
     """The best of five, in processor time: on a busy machine the clock on the wall measures the others."""
     command = [sys.executable, "-c", "from anydepth.cli import main; main()", "--help"]
