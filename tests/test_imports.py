@@ -144,8 +144,8 @@ def loads(module: str, seen: dict[str, str | None]) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
-    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench} <- diagnose <- commands; train beside
-    them."""
+    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench, rollout} <- diagnose <- commands;
+    train beside them, which rollout may use."""
     room = room_of(module)
     assert room in MAY_IMPORT, f"{room} is a new room: say in MAY_IMPORT what it may import"
     for other in package_imports(module):
