@@ -11,7 +11,7 @@ from anydepth import LLM, Sampling
 from anydepth.engine.engine import Engine
 from anydepth.models.nano.questions import questions
 from anydepth.rollout.answers import answer_of
-from anydepth.rollout.replay import replay
+from anydepth.rollout.logprobs import replay
 from anydepth.train.recipe import parameters
 from tests.helpers import drain, twins
 

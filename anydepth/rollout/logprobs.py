@@ -23,9 +23,9 @@ from anydepth.models.base import Model
 from anydepth.rollout.answers import Answer
 from anydepth.train.data import Row, collate
 from anydepth.train.kv import all_depths
-from anydepth.types import Sampling, Shape, unknown
+from anydepth.types import EXACT_FILLS, Sampling, Shape, unknown
 
-COMPUTED, COPIED = ("full", "deferred"), "last_exited"
+COPIED = "last_exited"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,12 +96,12 @@ def _problem(answer: Answer, fill: str, shape: Shape) -> str | None:
     if fill == "shared":
         return (
             "fill 'shared' has no replay: its one plane is overwritten loop by loop and position by position, which is "
-            f"no single pass; allowed: {', '.join((*COMPUTED, COPIED))}"
+            f"no single pass; allowed: {', '.join((*EXACT_FILLS, COPIED))}"
         )
-    if fill not in (*COMPUTED, COPIED):
-        return str(unknown("fill", fill, (*COMPUTED, COPIED)))
+    if fill not in (*EXACT_FILLS, COPIED):
+        return str(unknown("fill", fill, (*EXACT_FILLS, COPIED)))
     if fill == COPIED and not shape.shared_weights:
-        return f"fill {fill!r} is for looped models; this one is layered, allowed: {', '.join(COMPUTED)}"
+        return f"fill {fill!r} is for looped models; this one is layered, allowed: {', '.join(EXACT_FILLS)}"
     tokens, positions = len(answer.token_ids), len(answer.prompt_ids) + len(answer.token_ids) - 1
     if not len(answer.depths) == len(answer.logprobs) == tokens:
         return f"{tokens} tokens, {len(answer.depths)} depths, {len(answer.logprobs)} logprobs; give one each a token"
