@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anydepth.rollout.answers import Answer, answer_of
     from anydepth.rollout.logprobs import Replay, replay
+    from anydepth.rollout.record import read_answers
     from anydepth.rollout.rollout import Group, Groups, Rollout
 
-__all__ = ["Answer", "Group", "Groups", "Replay", "Rollout", "answer_of", "replay"]
+__all__ = ["Answer", "Group", "Groups", "Replay", "Rollout", "answer_of", "read_answers", "replay"]
 
 # No module is named as what is in it: importing it would put it in the place of the name.
 _LAZY = {
@@ -23,6 +24,7 @@ _LAZY = {
     "Replay": "anydepth.rollout.logprobs",
     "Rollout": "anydepth.rollout.rollout",
     "answer_of": "anydepth.rollout.answers",
+    "read_answers": "anydepth.rollout.record",
     "replay": "anydepth.rollout.logprobs",
 }
 

@@ -73,7 +73,14 @@ def replay(model: Model, answers: Sequence[Answer], *, fill: str | None = None) 
 
     ValueError: fill `shared`, `last_exited` on a layered model, depths or lengths that no rollout of this model gives.
     """
+    if not hasattr(model, "segment"):
+        raise ValueError(f"model is {type(model).__name__}; allowed: a model, such as load_checkpoint(...).model")
     for index, answer in enumerate(answers):
+        if not isinstance(answer, Answer):
+            raise ValueError(
+                f"answer {index} is of type {type(answer).__name__}; allowed: Answers, as Rollout gives them (a Group "
+                f"has them in .answers; of an Output answer_of makes one)"
+            )
         if problem := _problem(answer, fill or answer.fill, model.shape):
             raise ValueError(f"answer {index}: {problem}")
     told = [answer for answer in answers if answer.token_ids]

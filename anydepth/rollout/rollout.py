@@ -37,6 +37,8 @@ class Rollout:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise ValueError(f"llm is {llm!r}; allowed: an LLM, such as LLM('nano')")
         self.llm = llm
 
     def groups(self, prompts: Prompts, sampling: Sampling | Sequence[Sampling], *, n: int | None = None) -> Groups:
