@@ -51,6 +51,8 @@ class NewWeights:
         """Write all of them, where the old ones stand."""
         slots = dict(self._model.slots())
         try:
+            if isinstance(self._source, _StateDict):
+                self._source.leave(slots)
             for name in self._names:
                 for start, rows in self._source.rows(name):
                     copy(rows.to(slots[name].device), slots[name][start : start + len(rows)])
@@ -112,6 +114,15 @@ class _StateDict:
 
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         yield 0, self._tensors[name].detach()
+
+    def leave(self, slots: Mapping[str, Tensor]) -> None:
+        """Copy what stands where the model keeps other weights: it would be written over before it is read."""
+        theirs = {slot.untyped_storage().data_ptr() for slot in slots.values()}
+        for name, tensor in self._tensors.items():
+            slot = slots.get(name)
+            stays = slot is not None and (tensor.data_ptr(), tensor.stride()) == (slot.data_ptr(), slot.stride())
+            if not stays and tensor.untyped_storage().data_ptr() in theirs:
+                self._tensors[name] = tensor.clone()
 
 
 def _opened(source: Source) -> tuple[str, _Tensors]:
