@@ -117,6 +117,8 @@ def _problem(answer: Answer, fill: str, shape: Shape) -> str | None:
             f"{len(answer.prompt_ids)} prompt tokens and {tokens} of the answer; allowed: a prompt, and up to "
             f"{shape.max_positions} positions (the last token takes none)"
         )
+    if wrong := [id for id in (*answer.prompt_ids, *answer.token_ids) if not 0 <= id < shape.vocab]:
+        return f"token id {wrong[0]}; allowed: 0 .. {shape.vocab - 1}, the model's vocabulary"
     if wrong := [depth for depth in answer.depths if not 1 <= depth <= shape.segments]:
         return f"depth {wrong[0]}; allowed: 1 .. {shape.segments}, the model's segments"
     if answer.logprobs_mode != "raw" and (answer.logprobs_mode != "processed" or not answer.sampling.temperature):

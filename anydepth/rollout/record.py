@@ -20,7 +20,7 @@ from anydepth.rollout.rollout import Rollout
 from anydepth.types import Sampling, Usage
 
 FORMS = ("prompt", "prompt_ids", "messages")
-USAGE = ("decode_tokens", "segments_read", "segments_executed", "segments_prefill", "segments_wasted")
+USAGE = ("decode_tokens", "segments_read", "segments_executed")  # what an answer costs whoever is asked beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -172,6 +172,7 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             logprobs="processed",
         )
         self._answers: list[Answer] = []
+        self._evaluated = 0  # rollouts since the last one to train with
         self._fresh: tuple[int, set[int]] = (-1, set())  # step and version at which the engine got the weights
         super().__init__(model, args=args, rollout_func=_rollout, **options)
 
@@ -179,8 +180,9 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """One answer a prompt, of the model's present weights; equal neighbours are a group and share their prefill."""
         self.llm.update_weights(self.model.state_dict())
         groups = [(list(prompt), len(list(same))) for prompt, same in groupby(prompts)]
-        # Counted within an optimiser step, which is where a resumed run begins again.
-        rollout = self._step % self.args.gradient_accumulation_steps
+        # Counted within an optimiser step, which is where a resumed run begins again; an evaluation lies between two.
+        self._evaluated = 0 if self.model.training else self._evaluated + 1
+        rollout = self._evaluated or self._step % self.args.gradient_accumulation_steps
         seed = derive(self.args.seed, self.state.global_step + 1, 2 * rollout + self.model.training)
         asks = [replace(self.sampling, n=n, seed=derive(seed, i, 0)) for i, (_, n) in enumerate(groups)]
         made = Rollout(self.llm).generate([prompt for prompt, _ in groups], asks)

@@ -108,13 +108,15 @@ def test_reward_functions_are_shown_depths(trained):
 
 
 def test_no_two_answers_share_a_seed(folder, tmp_path):
-    """Neither in a group, nor in a step, nor in a run."""
-    trainer = make_trainer(folder, tmp_path)
+    """Neither in a group, nor in a step, nor in a run, nor in an evaluation of several batches."""
+    trainer = make_trainer(folder, tmp_path, per_device_eval_batch_size=4)
     answer, made = trainer.answer, []
     trainer.answer = lambda prompts: made.append(answer(prompts)) or made[-1]
     trainer.train()
     assert len({answer.seed for step in made for answer in step}) == 16
     assert [answer.answer_index for answer in made[0]] == [0, 1, 2, 3] * 2
+    trainer.evaluate(Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]))
+    assert len(made) == 4 and len({answer.seed for step in made for answer in step}) == 16 + 8
 
 
 def test_the_saved_folder_answers_as_the_engine_does(trained, tmp_path):
