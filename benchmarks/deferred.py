@@ -33,8 +33,11 @@ from anydepth.types import Sampling
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FILLS = ("full", "deferred", "last_exited")
 SHALLOW = 2
-INTERVALS = ({"interval": n, "shallow_depth": SHALLOW} for n in (1, 2, 4, 8))
-SETTINGS: tuple[dict[str, Any], ...] = (*INTERVALS, {"exit_threshold": 0.5}, {"exit_threshold": 0.7})
+GATE_SPREAD, GATE_BIAS = 60.0, -1.0  # depths of 1 to 4 at both thresholds
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "interval": tuple({"interval": n, "shallow_depth": SHALLOW} for n in (1, 2, 4, 8)),
+    "gate_cdf": ({"exit_threshold": 0.5}, {"exit_threshold": 0.7}),
+}
 
 
 class Run(NamedTuple):
@@ -116,6 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="nano,large")
     parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--policies", default="interval,gate_cdf")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("runs/deferred"))
     options = parser.parse_args()
@@ -123,7 +127,7 @@ def main() -> None:
     checkpoint = load_checkpoint("nano")
     rows: list[dict[str, Any]] = []
     for name in options.models.split(","):
-        model = checkpoint.model if name == "nano" else random_ouro(LARGE, seed=0)
+        model = checkpoint.model if name == "nano" else gated_ouro()
         times = Times(model)
         relative = {n: round(seconds / times.segment[1], 3) for n, seconds in times.segment.items()}
         print(
@@ -134,12 +138,20 @@ def main() -> None:
         for concurrency in map(int, options.concurrency.split(",")):
             asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
             rounds = max(1, (32 if name == "nano" else 2) // concurrency)
-            for setting in SETTINGS:
+            for setting in (each for policy in options.policies.split(",") for each in SETTINGS[policy]):
                 row = compare(model, times, with_setting(asked, setting), pairs=options.pairs, rounds=rounds)
                 rows.append({"model": name, "concurrency": concurrency, "setting": setting} | row)
                 print(describe(rows[-1]), flush=True)
     settings = {**vars(options), "benchmark": "deferred", "out": None}
     write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
+
+
+def gated_ouro() -> Model:
+    """The large model with a gate whose hazards differ from token to token, so that depths do."""
+    model = random_ouro(LARGE, seed=0)
+    model.gate_weight.mul_(GATE_SPREAD)
+    model.gate_bias.fill_(GATE_BIAS)
+    return model
 
 
 Asked = list[tuple[list[int], int]]  # a prompt, and how long its answer is
