@@ -1,4 +1,5 @@
-"""Write the README's tables from the Records in results/. `tests/test_readme.py` checks that they agree.
+"""Write the tables of the README and of docs/deferred.md from the Records in results/. That they agree is checked in
+`tests/test_readme.py`.
 
 python scripts/readme_tables.py
 """
@@ -19,6 +20,8 @@ RESULTS = ROOT / "results"
 def main() -> None:
     readme = ROOT / "README.md"
     readme.write_text(with_tables(readme.read_text()))
+    page = ROOT / "docs/deferred.md"
+    page.write_text(with_split(page.read_text()))
 
 
 def with_tables(text: str) -> str:
@@ -26,6 +29,31 @@ def with_tables(text: str) -> str:
     text = _between(text, "<!-- table: results/demo -->", "<!-- end of table -->", demo_table())
     text = _between(text, "<!-- study -->", "<!-- end of study -->", study_text())
     return _between(text, "<!-- speed -->", "<!-- end of speed -->", speed_text())
+
+
+def with_split(text: str) -> str:
+    """The page on deferred with its table made anew."""
+    return _between(text, "<!-- split -->", "<!-- end of split -->", split_table())
+
+
+def split_table() -> str:
+    """B1 against full depth, as the sum of the decision to leave (B1x against it) and of the K/V (B1 against B1x)."""
+    lines = ["| | threshold | B1 - B0 | the decision: B1x - B0 | the K/V: B1 - B1x |", "|---|---|---|---|---|"]
+    for model in ("nano", "nano-plain"):
+        for threshold in ("0.9", "0.7", "0.5", "0.2"):
+            copied, exact, full = (
+                Record.read(RESULTS / f"{model}_study" / name) for name in (f"B1-{threshold}", f"B1x-{threshold}", "B0")
+            )
+            pairs = ((copied, full), (exact, full), (copied, exact))
+            lines.append(f"| {model} | {threshold} | {' | '.join(_difference(*pair) for pair in pairs)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _difference(a: Record, b: Record) -> str:
+    found = compare(a, b).outcome
+    assert found is not None
+    low, high = found.result.interval
+    return f"{100 * found.result.difference:+.2f} ({100 * low:+.2f} to {100 * high:+.2f})"
 
 
 def demo_table() -> str:
@@ -56,7 +84,8 @@ def study_text() -> str:
         "B0": "full depth, engine",
         "A1-0.5": "gate 0.5, all K/V computed, transformers",
         "B1-0.5": "gate 0.5, K/V copied, engine",
-        "B1m2-0.5": "the same, never before the second pass",
+        "B1x-0.5": "gate 0.5, exact K/V where it is needed, engine",
+        "B1m2-0.5": "as B1, never before the second pass",
         "B1-0.2": "gate 0.2, K/V copied, engine",
     }
     own, twin = (len(list((RESULTS / name).glob("*/record.json"))) for name in ("nano_study", "nano-plain_study"))
