@@ -213,6 +213,7 @@ class Shape:
     vocab: int
     max_positions: int
     has_gate: bool
+    probed: frozenset[int] = frozenset()  # segments after which there is a probe
 
     @property
     def layers(self) -> int:
