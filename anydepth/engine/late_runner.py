@@ -17,7 +17,7 @@ from anydepth.engine.sampling import Choice, Draw
 from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
-from anydepth.ops.fill import Fill
+from anydepth.ops.fill import Early, Fill
 
 ENDED, SAID, COUNTS = -1, 0, 1
 
@@ -86,21 +86,25 @@ class LateRunner(Runner):
     def _leave(self, leaving: tuple[Leave, ...]) -> Left:
         """Fill, readout, sampling, and the embedding that each row carries on with. The late round has written its
         planes by now, so what is copied over them stays."""
-        slots, copied = self.slots, [x for x in leaving if x.depth and x.depth < self.segments and self.fill.copies]
+        slots = self.slots
+        at = [n for n, x in enumerate(leaving) if x.depth and x.depth < self.segments and self.fill.copies]
+        copied = [leaving[n] for n in at]
         depths = tuple(leave.depth or 0 for leave in copied)
         numbers = [leave.slot for leave in leaving]  # one transfer for all
         numbers += [slots.place(leave.slot, leave.position) for leave in leaving]
         numbers += [slots.place(leave.slot, leave.position + 1) for leave in leaving]
         numbers += [slots.map.place(leave.slot, leave.position) for leave in copied]
-        sizes = [len(leaving)] * 3 + [len(copied)] * 2
-        slots_L, at_L, next_L, places, depth = self._index((*numbers, *depths)).split(sizes)
-        if copied:
-            self.fill.leave(slots.pool, slots.map.at(places, depth), depth)
+        numbers += [*depths, *at, *(leave.position for leave in leaving)]
+        sizes = [len(leaving)] * 3 + [len(copied)] * 3 + [len(leaving)]
+        slots_L, at_L, next_L, places, depth, early, position_L = self._index(numbers).split(sizes)
         kept = [leave.kept for leave in leaving]
         h_Ld = slots.kept_h_Sd.index_select(0, slots_L) if all(kept) else slots.h_Wd.index_select(0, at_L)
         if any(kept) and not all(kept):
             kept_L1 = self._index(kept).unsqueeze(1)
             h_Ld = torch.where(kept_L1 > 0, slots.kept_h_Sd.index_select(0, slots_L), h_Ld)
+        if copied:
+            storage = slots.map.at(places, depth)
+            self.fill.leave(self.model, slots.pool, Early(storage, depth, depths, early, position_L, h_Ld))
         logits_LV = self._logits(Leaving(list(range(len(leaving))), self._depths(leaving, slots_L), h_Ld))
         choice = slots.sampler.choose([Draw(x.sequence, x.slot, x.output) for x in leaving], logits_LV)
         slots.h_Wd.index_copy_(0, next_L, self.model.embed(choice.feed_L))

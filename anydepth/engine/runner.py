@@ -22,7 +22,7 @@ from anydepth.engine.sampling import Draw
 from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
-from anydepth.ops.fill import Fill
+from anydepth.ops.fill import Early, Fill
 from anydepth.ops.kv import Group, TurnKV
 
 
@@ -61,7 +61,7 @@ class Runner:
             leaving = self._leave_early(decode, decided, h_Bd)
         if len(leaving.rows) < len(decode) or self.fill.defers:  # a row that leaves carries on with an embedding
             self.slots.h_Wd.index_copy_(0, places_M, h_Nd[: len(places_M)])
-        copies = self._fill(leaving, kv.write_N)
+        copies = self._fill(leaving, kv, h_Bd)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
         return Result(reads, turn_work(plan, len(asked), len(reads), copies))
 
@@ -183,15 +183,17 @@ class Runner:
         pool[slots] = torch.where(now.unsqueeze(1), h, pool[slots])
         depths[slots] = torch.where(now, depth, before)
 
-    def _fill(self, leaving: Leaving, write_N: Tensor) -> tuple[int, ...]:
+    def _fill(self, leaving: Leaving, kv: TurnKV, h_Bd: Tensor) -> tuple[int, ...]:
         """Fill the deeper planes of rows that left early; the depths they left at."""
         if not self.fill.copies:
             return ()
         early = [j for j, depth in enumerate(leaving.depths) if depth < self.segments]
         if not early:
             return ()
-        rows, depths = [leaving.rows[j] for j in early], [leaving.depths[j] for j in early]
-        self.fill.leave(self.slots.pool, write_N.index_select(0, self._index(rows)), self._index(depths))
+        depths = [leaving.depths[j] for j in early]
+        rows, depth = self._index((*(leaving.rows[j] for j in early), *depths)).split(len(early))
+        storage = kv.write_N.index_select(0, rows)
+        self.fill.leave(self.model, self.slots.pool, Early(storage, depth, depths, rows, kv.positions, h_Bd))
         return tuple(depths)
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
