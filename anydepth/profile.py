@@ -74,14 +74,17 @@ class Profile:
             raise ValueError(f"{path}: gate_temperature is {content['gate_temperature']}; allowed: numbers above 0")
         return cls(exits=read, **content)
 
-    def check(self, *, model_hash: str, head_hash: str | None, exits: Sequence[int]) -> None:
-        """ValueError where it is for another model, other heads, or for exits where the model has none."""
+    def check_hashes(self, *, model_hash: str, head_hash: str | None) -> None:
+        """ValueError where it is for another model or other heads."""
         for what, mine, given in (("model", self.model_hash, model_hash), ("heads", self.head_hash, head_hash)):
             if mine is not None and mine != given:
                 raise ValueError(
                     f"profile {self.name!r} was made for {what} {mine[:16]}, this engine has {str(given)[:16]}; "
                     f"calibrate one for these"
                 )
+
+    def check_exits(self, exits: Sequence[int]) -> None:
+        """ValueError for an exit after a layer after which no segment ends."""
         if missing := [each.layer for each in self.exits if each.layer not in exits]:
             raise ValueError(
                 f"profile {self.name!r} has exits after layers {missing}, but the model's segments end after "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +16,12 @@ from anydepth.engine.requests import Requests
 from anydepth.engine.signals import load_mode
 from anydepth.engine.sizes import check_flags, check_whole, default_pages, host_pages, pending
 from anydepth.engine.submission import Submission, default_submission
-from anydepth.exits.base import Policy
+from anydepth.exits.base import Policy, Thresholds, known_profiles
 from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
 from anydepth.models.update import NewWeights, Source
 from anydepth.ops.fill import load_fill
+from anydepth.profile import Profile
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class Engine:
         host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
+        profiles: Sequence[Profile] = (),
         batch_invariant: bool = False,
     ) -> None:
         check_whole(
@@ -106,7 +108,7 @@ class Engine:
         )
         self.requests = Requests(
             shape,
-            load=_policies(gate_dtype, batch_invariant=batch_invariant),
+            load=_policies(gate_dtype, known_profiles(profiles, shape), batch_invariant=batch_invariant),
             tokenizer=tokenizer,
             eos_ids=eos_ids,
             certificate=certificate,
@@ -353,11 +355,11 @@ class Engine:
                 self._usage += ended.usage
 
 
-def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:
+def _policies(gate_dtype: str, profiles: Mapping[str, Thresholds], *, batch_invariant: bool) -> Callable[[str], Policy]:
     """What loads a policy by its name."""
 
     def load(name: str) -> Policy:
-        policy = load_policy(name, gate_dtype=gate_dtype)
+        policy = load_policy(name, gate_dtype=gate_dtype, profiles=profiles)
         return in_blocks(policy) if batch_invariant else policy
 
     return load

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anydepth.engine.completions import ANSWERS, DEPTHS, TOKENS, Buffers, Completions, Part, Submitted
 from anydepth.engine.plan import LateResult, Leave, Plan, Row, Sequence
-from anydepth.engine.runner import Leaving, Runner, turn_work
+from anydepth.engine.runner import Leaving, Runner, is_asked, turn_work
 from anydepth.engine.sampling import Choice, Draw
 from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Streams, Submission
@@ -130,7 +130,7 @@ class LateRunner(Runner):
             self.slots.kept_h_Sd.index_copy_(0, slots_B, self._tokens(decode, len(places_M), carried))
         h_Nd = self.model.segment(plan.segment, carried, self._kv(plan, slots_B, depth_B, start_B))
         h_Bd = self._tokens(decode, len(places_M), h_Nd)
-        asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
+        asked = [i for i, row in enumerate(decode) if is_asked(row)]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             self._keep_reads(decode, decided, slots_B, depth_B, h_Bd)

@@ -53,7 +53,7 @@ class Runner:
         h_Nd = self.model.segment(plan.segment, self._carried(places_M, prefill), kv)
 
         h_Bd = self._tokens(decode, len(places_M), h_Nd)
-        asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
+        asked = [i for i, row in enumerate(decode) if is_asked(row)]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             leaving = self._leave_full(decode, decided, slots_B, depth_B, h_Bd)
@@ -122,6 +122,8 @@ class Runner:
             seen = policy.seen(self.model, decode[rows[0]].depth, h)
             states = self.slots.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
+            may = self.model.answers(decode[rows[0]].depth, h)
+            leave = leave if may is None else leave & may
             states.index_copy_(0, slots, state)
             decided.append((rows, leave))
         return decided
@@ -239,6 +241,15 @@ class Runner:
             at = self._index(j for j, d in enumerate(leaving.depths) if d == depth)
             logits[at] = self.model.readout(depth, leaving.h_Ld[at])
         return logits
+
+
+def is_asked(row: Row) -> bool:
+    """Whether a decode row's policy has to say if it leaves."""
+    request = row.sequence.request
+    if row.read is not None or row.depth >= request.bounds[1]:
+        return False
+    policy = request.policy
+    return policy.everywhere or policy.asks(request.sampling, request.bounds, row.depth)
 
 
 def _latest(row: Row) -> int:
