@@ -50,6 +50,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")]
 GateDtype = Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 CertificateFile = Annotated[Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")]
+MaxBatch = Annotated[int, typer.Option(help="Answers under way at a time.")]
+PendingPositions = Annotated[int | None, typer.Option(help="Positions of an answer that may wait under deferred: 256.")]
 BatchInvariant = Annotated[
     bool,
     typer.Option("--batch-invariant", help="The same bits whatever else is in the batch (docs/batch-invariance.md)."),
@@ -65,6 +67,8 @@ LLM_OPTIONS = (
     "gate_dtype",
     "revision",
     "certificate",
+    "max_batch",
+    "pending_positions",
     "batch_invariant",
 )
 

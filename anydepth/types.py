@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+EXACT_FILLS = ("full", "deferred")  # under which every depth holds what was, or will be, computed for it
 C = TypeVar("C")
 
 

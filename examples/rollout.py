@@ -9,7 +9,7 @@ the same Sampling it must draw the same tokens at the same depths.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
 import torch
@@ -17,8 +17,7 @@ import torch
 from anydepth import LLM, Sampling
 from anydepth.models.nano.questions import questions
 from anydepth.reference import Model, generate
-from anydepth.rollout.answers import Answer
-from anydepth.rollout.rollout import Rollout
+from anydepth.rollout import Answer, Rollout
 
 FILL = "deferred"
 INTERVALS, SHALLOW_DEPTH = (1, 2, 4, 8), 2
@@ -26,8 +25,9 @@ PROMPTS, N = 6, 4
 
 
 def main() -> None:
-    if "--threads" in sys.argv:
-        torch.set_num_threads(int(sys.argv[sys.argv.index("--threads") + 1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="1 is best on a busy machine")
+    torch.set_num_threads(parser.parse_args().threads)
     # In float64 rounding decides no token, so that "equal" is meant to the last one.
     llm = LLM("nano", fill=FILL, dtype="float64")
     reference = Model(

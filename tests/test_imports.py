@@ -144,8 +144,8 @@ def loads(module: str, seen: dict[str, str | None]) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
-    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench} <- diagnose <- commands; train beside
-    them."""
+    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench, rollout} <- diagnose <- commands;
+    train beside them, which rollout may use."""
     room = room_of(module)
     assert room in MAY_IMPORT, f"{room} is a new room: say in MAY_IMPORT what it may import"
     for other in package_imports(module):
@@ -186,6 +186,17 @@ def test_the_package_needs_no_torch_until_an_engine_is_asked_for():
     assert run("import sys, anydepth; anydepth.LLM, anydepth.Engine; print('torch' in sys.modules)") == "True"
     with pytest.raises(AttributeError, match="has no attribute 'LLN'"):
         anydepth.LLN  # noqa: B018
+
+
+def test_rollout_has_its_names_whatever_was_imported_before():
+    import anydepth.rollout.logprobs as module
+    from anydepth import rollout
+
+    assert rollout.replay is module.replay and all(getattr(rollout, name).__name__ == name for name in rollout.__all__)
+    load = "import sys, anydepth.rollout; print('torch' in sys.modules)"
+    assert run(load) == "False"
+    with pytest.raises(AttributeError, match=r"'anydepth\.rollout' has no attribute 'Rollouts'"):
+        rollout.Rollouts  # noqa: B018
 
 
 def test_help_answers_in_under_three_tenths_of_a_second():

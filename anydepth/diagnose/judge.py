@@ -20,7 +20,7 @@ from anydepth.engine.sampling import Settings, processed
 from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
 from anydepth.reference import process
-from anydepth.types import Output, Sampling
+from anydepth.types import EXACT_FILLS, Output, Sampling
 
 PERCENT = 99  # of the baseline's differences lie below what is called a tie
 EPSILON = 1e-12  # the last edge is 1: nothing lies beyond it
@@ -72,7 +72,7 @@ class Replayer:
     def _fill(self) -> str:
         """`deferred` holds in the end what `full` does."""
         fill: str = self.settings["fill"]
-        return "full" if fill == "deferred" else fill
+        return "full" if fill in EXACT_FILLS else fill
 
     def baseline(self) -> Baseline:
         """Replays all answers alone and together, in every model."""

@@ -17,7 +17,7 @@ Tokens read at depths 1, 1, 3 after a prompt of 5 (R = 4):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from anydepth.engine.plan import Row, Sequence
 
@@ -43,7 +43,6 @@ class Deferral:
         """The next decode rows: those of equal length together, then those alone of their length. `read` as in Row, of
         a sequence's token."""
         self._room = self.rows_per_turn
-        self.peak = max(self.peak, sum(map(self.waiting, ready)))
         rows = [self._row(s, read(s)) for s in ready]
         if self._room == self.rows_per_turn:
             return rows
@@ -75,6 +74,10 @@ class Deferral:
             self.begin(s)
         elif self.waiting(s) >= self.most:
             s.catching_up = 1 + next(r for r, count in enumerate(s.caught_up) if count < s.position)
+
+    def note(self, running: Iterable[Sequence]) -> None:
+        """Note how many positions wait as a turn begins, those of rows that sit it out too."""
+        self.peak = max(self.peak, sum(map(self.waiting, running)))
 
     def waiting(self, s: Sequence) -> int:
         """Positions of it that may have to run deeper."""

@@ -203,10 +203,13 @@ class LLM:
         were, for names that are missing or unknown, other shapes, numbers that are not finite, and an LLM that keeps to
         a certificate. `checkpoint` goes on describing what was loaded.
         """
-        version = self.engine.update_weights(source, in_flight=in_flight)
-        if self._scorer is not None and self._scorer is not self.engine:
-            self._scorer.weights_changed()
-        return version
+        before = self.engine.weight_version
+        try:
+            return self.engine.update_weights(source, in_flight=in_flight)
+        finally:
+            scorer = self._scorer
+            if scorer is not None and scorer is not self.engine and self.engine.weight_version != before:
+                scorer.weights_changed()
 
     def stats(self) -> dict[str, Any]:
         """Counters of the engine: turns, tokens, segments, pages."""

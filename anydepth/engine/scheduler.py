@@ -263,6 +263,7 @@ class Scheduler:
     def _decode_rows(self, ready: list[Sequence]) -> list[Row]:
         if self.deferral is None:
             return [self._decode_row(s) for s in ready]
+        self.deferral.note(self.running.values())
         return self.deferral.rows(ready, self._read)
 
     def _decode_row(self, s: Sequence) -> Row:

@@ -56,9 +56,9 @@ def host_pages(budget_bytes: int | None, pool: KVPool, context: int) -> int:
 def pending(positions: int | None, fill: Fill, context: int) -> int:
     """Positions of a request that may wait; 0 where the fill lets none wait."""
     if fill.defers:
-        positions = min(DEFAULT_PENDING, context) if positions is None else positions
+        positions = DEFAULT_PENDING if positions is None else positions
         check_whole(pending_positions=positions)
-        return positions
+        return min(positions, context)
     if positions is not None:
         raise ValueError(
             f"pending_positions is {positions!r}, but under fill {fill.name!r} no position waits: leave it out, or "

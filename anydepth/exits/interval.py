@@ -25,7 +25,8 @@ class Policy(base.Policy):
         if shallow is None or shallow >= shape.segments:
             raise ValueError(
                 f"shallow_depth is {shallow}; policy 'interval' reads the tokens between at a depth of "
-                f"1 .. {shape.segments - 1}" + (": this model has one segment" if shape.segments == 1 else "")
+                f"1 .. {shape.segments - 1}"
+                + (": this model has one segment" if shape.segments == 1 else "; give one of them")
             )
         base.exclude_bounds(self.name, shallow, bounds)
 

@@ -51,6 +51,8 @@ class NewWeights:
         """Write all of them, where the old ones stand."""
         slots = dict(self._model.slots())
         try:
+            if isinstance(self._source, _StateDict):
+                self._source.leave(slots)
             for name in self._names:
                 for start, rows in self._source.rows(name):
                     copy(rows.to(slots[name].device), slots[name][start : start + len(rows)])
@@ -99,6 +101,9 @@ class _StateDict:
     """Tensors that are in memory."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in tensors:
+            if not isinstance(name, str):
+                raise ValueError(f"the state dict has a key {name!r}; allowed: the released names of tensors")
         tensors = {name: tensor for name, tensor in tensors.items() if not harmless(name)}
         for name, tensor in tensors.items():
             plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta"
@@ -112,6 +117,15 @@ class _StateDict:
 
     def rows(self, name: str) -> Iterator[tuple[int, Tensor]]:
         yield 0, self._tensors[name].detach()
+
+    def leave(self, slots: Mapping[str, Tensor]) -> None:
+        """Copy what stands where the model keeps other weights: it would be written over before it is read."""
+        theirs = {slot.untyped_storage().data_ptr() for slot in slots.values()}
+        for name, tensor in self._tensors.items():
+            slot = slots.get(name)
+            stays = slot is not None and (tensor.data_ptr(), tensor.stride()) == (slot.data_ptr(), slot.stride())
+            if not stays and tensor.untyped_storage().data_ptr() in theirs:
+                self._tensors[name] = tensor.clone()
 
 
 def _opened(source: Source) -> tuple[str, _Tensors]:

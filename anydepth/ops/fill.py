@@ -61,7 +61,9 @@ class Fill:
 class _Looped(Fill):
     def check(self, shape: Shape) -> None:
         if not shape.shared_weights:
-            raise ValueError(f"fill {self.name!r} is for looped models; this one is layered, allowed: 'full'")
+            raise ValueError(
+                f"fill {self.name!r} is for looped models; this one is layered, allowed: 'full', 'deferred'"
+            )
 
 
 class Full(Fill):

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from anydepth.provenance import provenance
 from anydepth.record import Record, RecordWriter, Sample, ids_hash
 from anydepth.rollout.answers import Answer
 from anydepth.rollout.rollout import Rollout
-from anydepth.types import Sampling
+from anydepth.types import Sampling, Usage
 
 FORMS = ("prompt", "prompt_ids", "messages")
+USAGE = ("decode_tokens", "segments_read", "segments_executed")  # what an answer costs whoever is asked beside it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,9 +121,7 @@ def sample(id: str, answer: Answer, *, seconds: float) -> Sample:
         "depths": answer.depths,
         "logprobs": answer.logprobs,
         "logprobs_mode": answer.logprobs_mode,
-        "decode_tokens": usage.decode_tokens,
-        "segments_read": usage.segments_read,
-        "segments_executed": usage.segments_executed,
+        **{name: getattr(usage, name) for name in USAGE},
         "finish_reason": answer.finish_reason,
         "text": answer.text,
         "prediction": {},
@@ -133,6 +132,40 @@ def sample(id: str, answer: Answer, *, seconds: float) -> Sample:
         "fill": answer.fill,
         "latency_s": round(seconds, 6),
     }
+
+
+def read_answers(record: Record) -> list[Answer]:
+    """The answers of a rollout's Record, by prompt and answer index, for `replay` or a trainer. ValueError for a Record
+    of something else, and for one that was published without its samples."""
+    if record.kind != "rollout":
+        raise ValueError(f"{record.path} is a Record of kind {record.kind!r}; answers are read from a rollout's")
+    known, used = {field.name for field in fields(Sampling)}, record.settings_used
+    asked = {name: value for name, value in used.items() if name in known} | {"exit_policy": used["policy"], "n": 1}
+    if used["policy"] == "never":
+        asked["exit_threshold"] = 1.0
+    return [
+        Answer(
+            prompt_ids=tuple(line["prompt_ids"]),
+            token_ids=tuple(line["output_ids"]),
+            depths=tuple(line["depths"]),
+            logprobs=tuple(line["logprobs"]),
+            logprobs_mode=line["logprobs_mode"],
+            text=line["text"],
+            finish_reason=line["finish_reason"],
+            seed=line["seed"],
+            weight_version=line["weight_version"],
+            usage=Usage(
+                prompt_tokens=len(line["prompt_ids"]),
+                output_tokens=len(line["output_ids"]),
+                **{name: line[name] for name in USAGE},
+            ),
+            fill=line["fill"],
+            sampling=Sampling(**asked | {"seed": line["seed"]}),
+            prompt_index=line["prompt_index"],
+            answer_index=line["answer_index"],
+        )
+        for line in sorted(record.samples, key=lambda line: (line["prompt_index"], line["answer_index"]))
+    ]
 
 
 def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:

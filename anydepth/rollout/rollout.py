@@ -37,6 +37,8 @@ class Rollout:
     """
 
     def __init__(self, llm: LLM) -> None:
+        if not isinstance(llm, LLM):
+            raise ValueError(f"llm is {llm!r}; allowed: an LLM, such as LLM('nano')")
         self.llm = llm
 
     def groups(self, prompts: Prompts, sampling: Sampling | Sequence[Sampling], *, n: int | None = None) -> Groups:
@@ -66,6 +68,8 @@ class Rollout:
     def _requests(self, prompts: Prompts, sampling: Sampling | Sequence[Sampling], n: int | None) -> list[Request]:
         if isinstance(sampling, Sampling):
             requests = self.llm.prepare(prompts, _asked(sampling, n))
+        elif not isinstance(sampling, Sequence):
+            raise ValueError(f"sampling is {sampling!r}; allowed: a Sampling, or a list of one a prompt")
         else:
             requests = self.llm.prepare(prompts, [_asked(each, n) for each in sampling])
         if not self.llm.engine.pages.sharing and any(request.answer_index for request in requests):

@@ -17,17 +17,21 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer
 
 from anydepth.engine.llm import LLM
 from anydepth.engine.philox import derive
 from anydepth.models.base import Model
 from anydepth.models.load import Checkpoint, load_checkpoint
 from anydepth.rollout.answers import Answer
-from anydepth.rollout.replay import Replay, replay
+from anydepth.rollout.logprobs import Replay, replay
 from anydepth.rollout.rollout import Rollout
 from anydepth.types import Sampling
+
+try:
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+    from trl import GRPOConfig, GRPOTrainer
+except ImportError as error:
+    raise ImportError(f"the adapter for TRL needs more packages ({error}); pip install 'anydepth[rl]'") from error
 
 # What would make the trainer's probabilities others than the engine's, or asks for what a replay does not give.
 _NEEDED: Mapping[str, tuple[Any, ...]] = {
@@ -44,6 +48,16 @@ _NEEDED: Mapping[str, tuple[Any, ...]] = {
     "use_adaptive_entropy": (False,),
     "mask_truncated_completions": (False,),
 }
+# Fields of Sampling that the trainer decides, and where it has them from.
+_TRAINERS: Mapping[str, str] = {
+    "temperature": "GRPOConfig's temperature",
+    "top_k": "GRPOConfig's top_k",
+    "top_p": "GRPOConfig's top_p",
+    "max_tokens": "GRPOConfig's max_completion_length",
+    "n": "GRPOConfig's num_generations",
+    "seed": "GRPOConfig's seed",
+    "logprobs": "the trainer, to processed",
+}
 
 
 class Trainable(PreTrainedModel):  # type: ignore[misc]
@@ -57,7 +71,7 @@ class Trainable(PreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         eos = sorted(checkpoint.eos_ids)
-        super().__init__(PretrainedConfig(name_or_path=checkpoint.name, eos_token_id=eos))
+        super().__init__(PretrainedConfig(name_or_path=str(checkpoint.path), eos_token_id=eos))
         self.generation_config = GenerationConfig(eos_token_id=eos)
         self.files = {"config.json": checkpoint.config, "generation_config.json": checkpoint.generation_config}
         self._layout = copy.deepcopy(checkpoint.model)  # its weights are never read
@@ -110,15 +124,15 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
     """TRL's GRPOTrainer whose answers come from `llm` and whose log-probabilities are `replay`'s.
 
     `llm` holds the same weights in the same dtype as `model`; every generation first gives it the model's own, under a
-    new version. `sampling` says how deep each token thinks (and stop strings); temperature, top_k, top_p and
-    max_completion_length are those of `args`. Reward functions also get `depths` and `segments_executed`, one entry an
-    answer. For each piece of a batch whose weights are still those of the rollout a line is printed, and logged as
+    new version. `sampling` says how deep each token thinks (and stop strings); how tokens are drawn, how many and with
+    which seed is for `args` to say. Reward functions also get `depths` and `segments_executed`, one entry an answer.
+    For each piece of a batch whose weights are still those of the rollout a line is printed, and logged as
     `rollout/largest_difference`: the largest |replayed - sampled| log-probability. The metric `entropy` is the mean
     -log-probability of the sampled tokens, an estimate.
 
-    Raises ValueError for settings of `args` under which the two could not agree, RuntimeError where the difference
-    exceeds `largest_difference`, or ten times that once the weights have moved: a long run meets the rare tokens that
-    rounding makes the most of (nano in float32: 1e-5 or so in a step, 1.6e-4 once in 300; in float64 5e-14).
+    Raises ValueError for settings under which the two could not agree, RuntimeError where the difference exceeds
+    `largest_difference`, or ten times that once the weights have moved: a long run meets the rare tokens that rounding
+    makes the most of (nano in float32: 1e-5 or so in a step, 1.6e-4 once in 300; in float64 5e-14).
     """
 
     def __init__(
@@ -131,6 +145,17 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         largest_difference: float = 1e-4,
         **options: Any,
     ) -> None:
+        if not isinstance(model, Trainable) or not isinstance(llm, LLM):
+            raise ValueError(
+                f"model is a {type(model).__name__} and llm a {type(llm).__name__}; give Trainable.load(...) and "
+                f"LLM(...)"
+            )
+        sampling, default = sampling or Sampling(), Sampling()
+        if given := [name for name in _TRAINERS if getattr(sampling, name) != getattr(default, name)]:
+            name = given[0]
+            raise ValueError(
+                f"sampling has {name} = {getattr(sampling, name)!r}, which is set by {_TRAINERS[name]}; leave it out"
+            )
         for name, allowed in _NEEDED.items():
             if (value := getattr(args, name)) not in allowed:
                 raise ValueError(
@@ -139,14 +164,15 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 )
         self.llm, self.limit = llm, largest_difference
         self.sampling = replace(
-            sampling or Sampling(),
+            sampling,
             temperature=args.temperature,
             top_k=args.top_k or None,
             top_p=args.top_p,
             max_tokens=args.max_completion_length,
             logprobs="processed",
         )
-        self._asked: list[Answer] = []
+        self._answers: list[Answer] = []
+        self._evaluated = 0  # rollouts since the last one to train with
         self._fresh: tuple[int, set[int]] = (-1, set())  # step and version at which the engine got the weights
         super().__init__(model, args=args, rollout_func=_rollout, **options)
 
@@ -154,31 +180,32 @@ class RolloutGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         """One answer a prompt, of the model's present weights; equal neighbours are a group and share their prefill."""
         self.llm.update_weights(self.model.state_dict())
         groups = [(list(prompt), len(list(same))) for prompt, same in groupby(prompts)]
-        # Counted within an optimiser step, which is where a resumed run begins again.
-        rollout = self._step % self.args.gradient_accumulation_steps
+        # Counted within an optimiser step, which is where a resumed run begins again; an evaluation lies between two.
+        self._evaluated = 0 if self.model.training else self._evaluated + 1
+        rollout = self._evaluated or self._step % self.args.gradient_accumulation_steps
         seed = derive(self.args.seed, self.state.global_step + 1, 2 * rollout + self.model.training)
         asks = [replace(self.sampling, n=n, seed=derive(seed, i, 0)) for i, (_, n) in enumerate(groups)]
         made = Rollout(self.llm).generate([prompt for prompt, _ in groups], asks)
         answers = [answer for group in made for answer in group.answers]
-        self._asked, self._fresh = answers, (self.state.global_step, {answer.weight_version for answer in answers})
+        self._answers, self._fresh = answers, (self.state.global_step, {answer.weight_version for answer in answers})
         return answers
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         batch = super()._generate_and_score_completions(inputs)
         # TRL shuffles and splits lists like tensors, so the answers stay beside their rows.
-        return batch | {"answers": self._asked, "old_per_token_logps": batch["sampling_per_token_logps"]}
+        return batch | {"answers": self._answers, "old_per_token_logps": batch["sampling_per_token_logps"]}
 
     def _compute_loss(self, model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-        self._asked = inputs["answers"]
+        self._answers = inputs["answers"]
         return cast(Tensor, super()._compute_loss(model, inputs))
 
     def _get_per_token_logps_and_entropies(
         self, model: nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **unused: Any
     ) -> tuple[Tensor, Tensor, None]:
-        for row, answer in zip(input_ids[:, -logits_to_keep:].tolist(), self._asked, strict=True):
+        for row, answer in zip(input_ids[:, -logits_to_keep:].tolist(), self._answers, strict=True):
             assert tuple(row[: len(answer.token_ids)]) == answer.token_ids, "rows and answers are not in the same order"
-        found: Replay = model(self._asked)
-        if self._fresh == (self.state.global_step, {answer.weight_version for answer in self._asked}):
+        found: Replay = model(self._answers)
+        if self._fresh == (self.state.global_step, {answer.weight_version for answer in self._answers}):
             self._compare(found)
         missing = logits_to_keep - found.logprobs_NT.shape[1]
         logps = nn.functional.pad(found.logprobs_NT, (0, missing)).float()

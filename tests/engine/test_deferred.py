@@ -123,6 +123,20 @@ def test_states_that_wait_are_one_pool_of_the_stated_size():
     assert stats["pending"] == 0
 
 
+@pytest.mark.parametrize(("kind", "segments"), [("looped", None), ("layered", (1, 2, 4))])
+@pytest.mark.parametrize(("signals", "options"), MODES)
+def test_the_peak_is_of_all_requests_not_only_of_those_with_a_row_in_the_turn(kind, segments, signals, options):
+    engine = Engine(twins(kind, seed=2, segments=segments)[0], fill="deferred", signals=signals, **options)
+    for n in range(4):
+        engine.submit(prompt(3 + n), Sampling(max_tokens=20, interval=6 + n, shallow_depth=1 + n % 2))
+        engine.step()
+    most = 0
+    while not engine.idle:
+        engine.step()
+        most = max(most, engine.stats()["pending"])
+    assert most <= engine.stats()["pending_peak"]
+
+
 def test_a_long_block_does_not_hold_up_the_others():
     """Beside the tokens a turn runs no more waiting positions than it may run prompt positions."""
     model, _ = twins(seed=2, max_position_embeddings=128)

@@ -225,7 +225,9 @@ def test_engine_options(options, message):
 @pytest.mark.parametrize("fill", ["last_exited", "shared"])
 def test_fills_of_looped_models_are_refused_on_layered_ones(fill):
     model, _ = twins("layered", segments=(2, 4))
-    with pytest.raises(ValueError, match=f"fill '{fill}' is for looped models; this one is layered, allowed: 'full'"):
+    with pytest.raises(
+        ValueError, match=f"fill '{fill}' is for looped models; this one is layered, allowed: 'full', 'deferred'"
+    ):
         Engine(model, fill=fill)
 
 

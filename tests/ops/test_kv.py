@@ -9,7 +9,7 @@ import torch
 
 from anydepth.ops.fill import FILLS, load_fill
 from anydepth.ops.kv import Group, KVMap, KVPool
-from anydepth.types import Shape
+from anydepth.types import EXACT_FILLS, Shape
 
 SIZE, PAGES, PLANES, LAYERS = 4, 5, 3, 2
 POSITIONS = (PAGES + 1) * SIZE  # of a plane, the null page included
@@ -108,6 +108,10 @@ def test_one_plane_has_no_offset():
     kv = KVPool(shape(), 1, PAGES, SIZE, dtype=torch.float32, device=torch.device("cpu"))
     assert kv.offset(torch.tensor([1, 2, 3])).tolist() == [0, 0, 0]
     assert pool().offset(torch.tensor([1, 2, 3])).tolist() == [0, POSITIONS, 2 * POSITIONS]
+
+
+def test_exact_fills_are_those_that_run_every_segment_or_keep_what_it_takes():
+    assert tuple(name for name, fill in FILLS.items() if fill.runs_on or fill.defers) == EXACT_FILLS
 
 
 def test_fills():

@@ -21,7 +21,7 @@ FAULTS = {
         Engine, "weights_changed", "self.pages.forget()", "pass", test_weights.equals_a_fresh_one
     ),
     "scores use prompt pages of the old weights": Fault(
-        LLM, "update_weights", "self._scorer.weights_changed()", "pass",
+        LLM, "update_weights", "scorer.weights_changed()", "pass",
         test_weights.scores_equal_those_of_a_fresh_one,
     ),
     "the version stays": Fault(

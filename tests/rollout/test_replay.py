@@ -11,7 +11,7 @@ from anydepth import LLM, Sampling
 from anydepth.engine.engine import Engine
 from anydepth.models.nano.questions import questions
 from anydepth.rollout.answers import answer_of
-from anydepth.rollout.replay import replay
+from anydepth.rollout.logprobs import replay
 from anydepth.train.recipe import parameters
 from tests.helpers import drain, twins
 
@@ -257,6 +257,8 @@ def test_packed_weights_replay_as_they_are_and_learn_after_slots():
         ({"depths": (1,)}, "2 tokens, 1 depths, 2 logprobs"),
         ({"depths": (1, 5)}, "depth 5; allowed: 1 .. 4"),
         ({"depths": (0, 1)}, "depth 0; allowed: 1 .. 4"),
+        ({"prompt_ids": (61,)}, "token id 61; allowed: 0 .. 60"),
+        ({"token_ids": (1, -1)}, "token id -1; allowed: 0 .. 60"),
         ({"depths": (3, 1), "sampling": Sampling()}, "first depth is 3.*must be 4"),
         ({"prompt_ids": ()}, "0 prompt tokens"),
         ({"prompt_ids": (1,) * 128}, "128 prompt tokens and 2 of the answer; allowed.* 128 positions"),

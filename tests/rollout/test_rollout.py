@@ -221,6 +221,7 @@ def test_wrong_asks_are_refused_before_anything_runs():
         (SHORT, Sampling(depth=5), 2, "prompt 0: depth is 5"),
         ([SHORT, LONG], [SAMPLED], 2, "1 Samplings for 2 prompts"),
         ([SHORT], [{"max_tokens": 3}], 2, "prompt 0: its sampling is"),
+        ([SHORT], 3, 2, "sampling is 3; allowed: a Sampling"),
     ):
         with pytest.raises(ValueError, match=message):
             rollout.groups(prompts, sampling, n=n)

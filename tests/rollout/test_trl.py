@@ -15,7 +15,7 @@ import torch
 from anydepth import LLM, Sampling
 from anydepth.models.load import load_checkpoint
 from anydepth.record import Record
-from anydepth.rollout.replay import replay
+from anydepth.rollout.logprobs import replay
 from anydepth.rollout.rollout import Rollout
 from tests.random_nano import write_random_nano
 
@@ -42,7 +42,9 @@ def odd(completions, seen=None, **extras):
     return [float(len(text) % 2) for text in completions]
 
 
-def make_trainer(folder, tmp_path, *, sampling=DEPTHS, reward=odd, fill="full", prompts=PROMPTS, **settings):
+def make_trainer(
+    folder, tmp_path, *, sampling=DEPTHS, reward=odd, fill="full", prompts=PROMPTS, processing_class=..., **settings
+):
     defaults = {
         "num_generations": 4,
         "per_device_train_batch_size": 8,
@@ -64,7 +66,9 @@ def make_trainer(folder, tmp_path, *, sampling=DEPTHS, reward=odd, fill="full", 
         sampling=sampling,
         reward_funcs=reward,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts]),
-        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder)
+        if processing_class is ...
+        else processing_class,
         args=trl.GRPOConfig(str(tmp_path / "steps"), **defaults | settings),
     )
 
@@ -104,13 +108,15 @@ def test_reward_functions_are_shown_depths(trained):
 
 
 def test_no_two_answers_share_a_seed(folder, tmp_path):
-    """Neither in a group, nor in a step, nor in a run."""
-    trainer = make_trainer(folder, tmp_path)
+    """Neither in a group, nor in a step, nor in a run, nor in an evaluation of several batches."""
+    trainer = make_trainer(folder, tmp_path, per_device_eval_batch_size=4)
     answer, made = trainer.answer, []
     trainer.answer = lambda prompts: made.append(answer(prompts)) or made[-1]
     trainer.train()
     assert len({answer.seed for step in made for answer in step}) == 16
     assert [answer.answer_index for answer in made[0]] == [0, 1, 2, 3] * 2
+    trainer.evaluate(Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]))
+    assert len(made) == 4 and len({answer.seed for step in made for answer in step}) == 16 + 8
 
 
 def test_the_saved_folder_answers_as_the_engine_does(trained, tmp_path):
@@ -242,6 +248,22 @@ def test_settings_under_which_the_two_cannot_agree_are_refused(folder, tmp_path,
     (name,) = settings
     with pytest.raises(ValueError, match=f"GRPOConfig has {name}"):
         make_trainer(folder, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.3), Sampling(n=2), Sampling(seed=1, depth=2)])
+def test_what_grpoconfig_says_is_refused_in_the_sampling(folder, tmp_path, sampling):
+    with pytest.raises(ValueError, match=r"sampling has .*, which is set by GRPOConfig's"):
+        make_trainer(folder, tmp_path, sampling=sampling)
+
+
+def test_names_are_no_models():
+    with pytest.raises(ValueError, match=r"model is a str and llm a LLM; give Trainable\.load"):
+        adapter.RolloutGRPOTrainer("nano", llm=LLM("nano"), args=None)
+
+
+def test_without_a_tokenizer_the_checkpoints_own_is_taken(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path, processing_class=None)
+    assert trainer.processing_class(PROMPTS)["input_ids"] == [list(trainer.llm.tokenizer.encode(p)) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("kind, tied", [("looped", False), ("layered", False), ("layered", True)])

@@ -125,6 +125,18 @@ def test_packed_and_tied_weights(tied, tmp_path):
     ) and after.logprobs != before.logprobs
 
 
+def test_weights_may_be_the_models_own_in_another_place():
+    """Two layers change places: what is written must not be read after that."""
+    model, _ = twins(seed=3)
+    own = dict(model.slots())
+    swapped = {name: own[name.replace(".0.", ".9.").replace(".1.", ".0.").replace(".9.", ".1.")] for name in own}
+    wanted = {name: tensor.clone() for name, tensor in swapped.items()}
+    assert any(not torch.equal(wanted[name], own[name]) for name in own), "nothing was shown"
+    Engine(model).update_weights(swapped)
+    for name, slot in model.slots().items():
+        assert torch.equal(slot, wanted[name]), name
+
+
 @functools.cache
 def nano_weights():
     return load_file(load_checkpoint("nano").path / "model.safetensors")

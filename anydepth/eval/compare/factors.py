@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from anydepth.types import EXACT_FILLS
+
 Settings = Mapping[str, Any]
 
 # What each policy's decision depends on, beside the model. A policy of somebody's own may use any of them.
@@ -24,7 +26,6 @@ _KNOWN_BEFOREHAND = ("never", "fixed", "interval", "trace")  # no signal, so non
 # What holds where a Record does not speak of it: older ones, other backends.
 _SILENT: Settings = {"signals": "sync", "lateness": 0, "batch_invariant": False}
 EXACT_KV = "exact"
-EXACT_FILLS = ("full", "deferred")  # every depth holds what was, or will be, computed for it
 _BESIDE = (
     "name",
     "task",

@@ -8,11 +8,11 @@ from typing import Any
 
 from anydepth.certificate import counted_signals
 from anydepth.eval.compare.compare import Comparison, compare
-from anydepth.eval.compare.factors import EXACT_FILLS, effective_policy, factors
+from anydepth.eval.compare.factors import effective_policy, factors
 from anydepth.eval.compare.rules import Told, Verdict, judge
 from anydepth.eval.report.files import Entry, Section
 from anydepth.stats import holm
-from anydepth.types import unknown
+from anydepth.types import EXACT_FILLS, unknown
 
 _POLICY = ("policy", "exit_threshold", "depth", "interval", "shallow_depth", "profile", "min_depth", "max_depth")
 

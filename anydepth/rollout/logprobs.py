@@ -23,9 +23,9 @@ from anydepth.models.base import Model
 from anydepth.rollout.answers import Answer
 from anydepth.train.data import Row, collate
 from anydepth.train.kv import all_depths
-from anydepth.types import Sampling, Shape, unknown
+from anydepth.types import EXACT_FILLS, Sampling, Shape, unknown
 
-COMPUTED, COPIED = ("full", "deferred"), "last_exited"
+COPIED = "last_exited"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,14 @@ def replay(model: Model, answers: Sequence[Answer], *, fill: str | None = None) 
 
     ValueError: fill `shared`, `last_exited` on a layered model, depths or lengths that no rollout of this model gives.
     """
+    if not hasattr(model, "segment"):
+        raise ValueError(f"model is {type(model).__name__}; allowed: a model, such as load_checkpoint(...).model")
     for index, answer in enumerate(answers):
+        if not isinstance(answer, Answer):
+            raise ValueError(
+                f"answer {index} is of type {type(answer).__name__}; allowed: Answers, as Rollout gives them (a Group "
+                f"has them in .answers; of an Output answer_of makes one)"
+            )
         if problem := _problem(answer, fill or answer.fill, model.shape):
             raise ValueError(f"answer {index}: {problem}")
     told = [answer for answer in answers if answer.token_ids]
@@ -96,12 +103,12 @@ def _problem(answer: Answer, fill: str, shape: Shape) -> str | None:
     if fill == "shared":
         return (
             "fill 'shared' has no replay: its one plane is overwritten loop by loop and position by position, which is "
-            f"no single pass; allowed: {', '.join((*COMPUTED, COPIED))}"
+            f"no single pass; allowed: {', '.join((*EXACT_FILLS, COPIED))}"
         )
-    if fill not in (*COMPUTED, COPIED):
-        return str(unknown("fill", fill, (*COMPUTED, COPIED)))
+    if fill not in (*EXACT_FILLS, COPIED):
+        return str(unknown("fill", fill, (*EXACT_FILLS, COPIED)))
     if fill == COPIED and not shape.shared_weights:
-        return f"fill {fill!r} is for looped models; this one is layered, allowed: {', '.join(COMPUTED)}"
+        return f"fill {fill!r} is for looped models; this one is layered, allowed: {', '.join(EXACT_FILLS)}"
     tokens, positions = len(answer.token_ids), len(answer.prompt_ids) + len(answer.token_ids) - 1
     if not len(answer.depths) == len(answer.logprobs) == tokens:
         return f"{tokens} tokens, {len(answer.depths)} depths, {len(answer.logprobs)} logprobs; give one each a token"
@@ -110,6 +117,8 @@ def _problem(answer: Answer, fill: str, shape: Shape) -> str | None:
             f"{len(answer.prompt_ids)} prompt tokens and {tokens} of the answer; allowed: a prompt, and up to "
             f"{shape.max_positions} positions (the last token takes none)"
         )
+    if wrong := [id for id in (*answer.prompt_ids, *answer.token_ids) if not 0 <= id < shape.vocab]:
+        return f"token id {wrong[0]}; allowed: 0 .. {shape.vocab - 1}, the model's vocabulary"
     if wrong := [depth for depth in answer.depths if not 1 <= depth <= shape.segments]:
         return f"depth {wrong[0]}; allowed: 1 .. {shape.segments}, the model's segments"
     if answer.logprobs_mode != "raw" and (answer.logprobs_mode != "processed" or not answer.sampling.temperature):
