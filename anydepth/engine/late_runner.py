@@ -12,12 +12,13 @@ from torch import Tensor
 
 from anydepth.engine.completions import ANSWERS, DEPTHS, TOKENS, Buffers, Completions, Part, Submitted
 from anydepth.engine.plan import LateResult, Leave, Plan, Row, Sequence
-from anydepth.engine.runner import Leaving, Runner, is_asked, turn_work
+from anydepth.engine.runner import Decided, Leaving, Runner, is_asked, turn_work
 from anydepth.engine.sampling import Choice, Draw
 from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
 from anydepth.ops.fill import Early, Fill
+from anydepth.ops.kv import join
 
 ENDED, SAID, COUNTS = -1, 0, 1
 
@@ -75,7 +76,7 @@ class LateRunner(Runner):
         decided = self._advance(plan) if plan.rows else []
         if plan.rows or plan.leaving:
             self.completions.put(self._submitted(plan, left, decided))
-        signals = sum(len(rows) for rows, _ in decided)
+        signals = sum(len(each.rows) for each in decided)
         work = turn_work(plan, signals, len(plan.leaving), left.copies if left else ())
         return LateResult(self.completions.take(), work)
 
@@ -121,7 +122,7 @@ class LateRunner(Runner):
         there = self.slots.kept_depth_S.index_select(0, slots_L).tolist()
         return [leave.depth or depth for leave, depth in zip(leaving, there, strict=True)]
 
-    def _advance(self, plan: Plan) -> list[tuple[list[int], Tensor]]:
+    def _advance(self, plan: Plan) -> list[Decided]:
         """Every row through its segment; what the policies say of them."""
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
         slots_B, depth_B, start_B, places_M = self._numbers(decode)
@@ -156,7 +157,7 @@ class LateRunner(Runner):
 
     def _decide(
         self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor
-    ) -> list[tuple[list[int], Tensor]]:
+    ) -> list[Decided]:
         """What is tallied is what the synchronous engine tallies, though late rounds and wasted ones are asked too."""
         pool, tallying = self.slots.tallied_S, self._tallying()
         if not tallying:
@@ -166,7 +167,7 @@ class LateRunner(Runner):
         for (state, columns), tallies in zip(tallying, before, strict=True):
             state[:, columns] = torch.where((pool == COUNTS).unsqueeze(1), state[:, columns], tallies)
         if not self.fill.runs_on:
-            for rows, leave in decided:
+            for rows, leave, _ in decided:
                 slots = slots_B[self._index(rows)]
                 pool[slots] = torch.where(leave, pool[slots].clamp(max=SAID), pool[slots])
         return decided
@@ -194,13 +195,13 @@ class LateRunner(Runner):
         pool[slots] = torch.where(now.unsqueeze(1), h, pool[slots])
         depths[slots] = torch.where(now, depth, torch.where(leaves & (before == 0), -1, before))
 
-    def _submitted(self, plan: Plan, left: Left | None, decided: list[tuple[list[int], Tensor]]) -> Submitted:
+    def _submitted(self, plan: Plan, left: Left | None, decided: list[Decided]) -> Submitted:
         """Send the turn's outcomes on their way."""
         answers: dict[int, int] = {}
         leaves = token = depth = logprob = matches = None
         if decided and not self.fill.runs_on:  # where rows run on, the device itself keeps what is read
-            answers = {i: n for n, i in enumerate(i for rows, _ in decided for i in rows)}
-            leaves = decided[0][1] if len(decided) == 1 else torch.cat([leave for _, leave in decided])
+            answers = {i: n for n, i in enumerate(i for each in decided for i in each.rows)}
+            leaves = join([each.leave for each in decided])
         if left is not None:
             token, depth = left.choice.token_L, left.depth_L
             logprob, matches = left.choice.logprob_L, left.choice.matches_L

@@ -23,15 +23,25 @@ from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
 from anydepth.ops.fill import Early, Fill
-from anydepth.ops.kv import Group, TurnKV
+from anydepth.ops.kv import Group, TurnKV, join
+
+
+class Decided(NamedTuple):
+    """What one policy said of its rows, by their places in the plan; with the logits that it was shown, if it was."""
+
+    rows: list[int]
+    leave: Tensor
+    logits: Tensor | None
 
 
 class Leaving(NamedTuple):
-    """Rows that leave in this turn: their places in the plan, readout depths, and the states to read."""
+    """Rows that leave in this turn: their places in the plan, readout depths, and the states to read. `logits` are
+    those that are known of the first of them."""
 
     rows: list[int]
     depths: list[int]
     h_Ld: Tensor
+    logits: Tensor | None = None
 
 
 class Runner:
@@ -109,7 +119,7 @@ class Runner:
 
     def _decide(
         self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor
-    ) -> list[tuple[list[int], Tensor]]:
+    ) -> list[Decided]:
         """(rows, leave) for every policy that has rows to decide on."""
         groups: dict[Policy, list[int]] = {}
         for i in asked:
@@ -125,23 +135,32 @@ class Runner:
             may = self.model.answers(decode[rows[0]].depth, h)
             leave = leave if may is None else leave & may
             states.index_copy_(0, slots, state)
-            decided.append((rows, leave))
+            decided.append(Decided(rows, leave, seen if policy.needs == "logits" else None))
         return decided
 
-    def _leave_early(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]], h_Bd: Tensor) -> Leaving:
+    def _leave_early(self, decode: tuple[Row, ...], decided: list[Decided], h_Bd: Tensor) -> Leaving:
         """A row leaves at the depth it is read. Here the host reads who leaves."""
         leaves = [row.depth == _latest(row) for row in decode]
-        for rows, leave in decided:
+        for rows, leave, _ in decided:
             for i, left in zip(rows, leave.tolist(), strict=True):
                 leaves[i] = left
         out = [i for i, left in enumerate(leaves) if left]
         h_Ld = h_Bd if len(out) == len(decode) else h_Bd.index_select(0, self._index(out))
-        return Leaving(out, [decode[i].depth for i in out], h_Ld)
+        return Leaving(out, [decode[i].depth for i in out], h_Ld, self._known(out, decided))
+
+    def _known(self, out: list[int], decided: list[Decided]) -> Tensor | None:
+        """Logits of the rows that leave, where one policy was shown all of them."""
+        if len(decided) != 1 or decided[0].logits is None or not out:
+            return None
+        place = {i: n for n, i in enumerate(decided[0].rows)}
+        if any(i not in place for i in out):
+            return None
+        return decided[0].logits.index_select(0, self._index(place[i] for i in out))
 
     def _leave_full(
         self,
         decode: tuple[Row, ...],
-        decided: list[tuple[list[int], Tensor]],
+        decided: list[Decided],
         slots_B: Tensor,
         depth_B: Tensor,
         h_Bd: Tensor,
@@ -161,7 +180,7 @@ class Runner:
     def _keep_reads(
         self,
         decode: tuple[Row, ...],
-        decided: list[tuple[list[int], Tensor]],
+        decided: list[Decided],
         slots_B: Tensor,
         depth_B: Tensor,
         h_Bd: Tensor,
@@ -171,7 +190,7 @@ class Runner:
         if not watched:
             return
         leaves_B = torch.zeros(len(decode), dtype=torch.bool, device=self.model.device)
-        for rows, leave in decided:
+        for rows, leave, _ in decided:
             leaves_B[self._index(rows)] = leave
         last_B = self._index(row.depth == _latest(row) for row in decode) > 0
         at = self._index(watched)
@@ -212,7 +231,7 @@ class Runner:
                 rows.append(index)
                 states.append(h_Nd[end - 1 : end])
         depths = leaving.depths + [self.segments] * (len(rows) - len(leaving.rows))
-        return Leaving(rows, depths, states[0] if len(states) == 1 else torch.cat(states))
+        return leaving._replace(rows=rows, depths=depths, h_Ld=join(states))
 
     def _read(self, rows: tuple[Row, ...], leaving: Leaving) -> dict[int, Read]:
         """Readout and sampling of the rows that leave, and the embedding of what they carry on with."""
@@ -233,6 +252,10 @@ class Runner:
 
     def _logits(self, leaving: Leaving) -> Tensor:
         """[L, V]. A layered model may read each depth its own way, a looped one reads all alike."""
+        if (known := leaving.logits) is not None:
+            start = len(known)
+            rest = Leaving(leaving.rows[start:], leaving.depths[start:], leaving.h_Ld[start:])
+            return torch.cat((known, self._logits(rest))) if rest.rows else known
         depths = set(leaving.depths)
         if self.model.shape.shared_weights or len(depths) == 1:
             return self.model.readout(leaving.depths[0], leaving.h_Ld)

@@ -173,10 +173,12 @@ def test_heads_come_back_from_their_folder(kind, tmp_path):
     options = {"shape": model.shape, "dtype": torch.float64, "device": torch.device("cpu")}
     read = load_heads(tmp_path, model_hash="m", **options)
     assert read.exits == heads.exits and read.hash is not None
-    h = torch.randn(5, 32, dtype=torch.float64)
     for layer in heads.exits:
-        before, after = (x.heads[layer].logits(h, model.head, model.eps) for x in (heads, read))
-        assert torch.equal(before, after) and torch.equal(heads.probes[layer].logit(h), read.probes[layer].logit(h))
+        before, after = heads.heads[layer], read.heads[layer]
+        assert before.kind == after.kind and before.tensors.keys() == after.tensors.keys()
+        assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+        assert torch.equal(heads.probes[layer].weight, read.probes[layer].weight)
+        assert torch.equal(heads.probes[layer].bias, read.probes[layer].bias)
     with pytest.raises(ValueError, match="heads belong to one backbone"):
         load_heads(tmp_path, model_hash="another", **options)
     (tmp_path / "heads.safetensors").write_bytes(b"no")
@@ -232,3 +234,29 @@ def test_a_profile_that_is_wrong_says_so(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         Profile.read(path)
+
+
+def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
+    """Of rows that leave by their logits, the head runs once; below min_depth, and of a probe, it does not run."""
+    model, _, _ = with_heads("low_rank")
+    read, readout = [], model.readout
+
+    def counted(k, h):
+        read.append((k, len(h)))
+        return readout(k, h)
+
+    monkeypatch.setattr(model, "readout", counted)
+    for settings in (
+        {"exit_policy": "confidence"},
+        {"exit_policy": "confidence", "min_depth": 2},
+        {"exit_policy": "probe"},
+    ):
+        read.clear()
+        engine = Engine(model, fill="project", profiles=[PROFILE])
+        (output,) = drain(engine, [engine.prepare([5, 9, 13], Sampling(max_tokens=12, **settings))]).values()
+        inner = sum(rows for k, rows in read if k < 3)
+        if settings["exit_policy"] == "probe":
+            assert inner == sum(depth < 3 for depth in output.depths)
+        else:
+            asked = range(settings.get("min_depth", 1), 3)
+            assert inner == sum(k <= depth for depth in output.depths[1:] for k in asked)
