@@ -12,13 +12,13 @@ runs on one thread.
 from __future__ import annotations
 
 import argparse
-import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from decode_only import decode, engine_for, nano_asked, random_asked, rounded, with_setting
 from large_model import LARGE, random_ouro
 
 from anydepth.bench.roofline import spread
@@ -27,14 +27,16 @@ from anydepth.engine.engine import Engine
 from anydepth.engine.plan import TurnWork
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
-from anydepth.models.nano.questions import questions
 from anydepth.types import Sampling
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 FILLS = ("full", "deferred", "last_exited")
 SHALLOW = 2
-INTERVALS = ({"interval": n, "shallow_depth": SHALLOW} for n in (1, 2, 4, 8))
-SETTINGS: tuple[dict[str, Any], ...] = (*INTERVALS, {"exit_threshold": 0.5}, {"exit_threshold": 0.7})
+GATE_SPREAD, GATE_BIAS = 60.0, -1.0  # depths of 1 to 4 at both thresholds
+SETTINGS: dict[str, tuple[dict[str, Any], ...]] = {
+    "interval": tuple({"interval": n, "shallow_depth": SHALLOW} for n in (1, 2, 4, 8)),
+    "gate_cdf": ({"exit_threshold": 0.5}, {"exit_threshold": 0.7}),
+}
 
 
 class Run(NamedTuple):
@@ -116,6 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="nano,large")
     parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--policies", default="interval,gate_cdf")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("runs/deferred"))
     options = parser.parse_args()
@@ -123,7 +126,7 @@ def main() -> None:
     checkpoint = load_checkpoint("nano")
     rows: list[dict[str, Any]] = []
     for name in options.models.split(","):
-        model = checkpoint.model if name == "nano" else random_ouro(LARGE, seed=0)
+        model = checkpoint.model if name == "nano" else gated_ouro()
         times = Times(model)
         relative = {n: round(seconds / times.segment[1], 3) for n, seconds in times.segment.items()}
         print(
@@ -132,9 +135,10 @@ def main() -> None:
         )
         rows.append({"model": name, "t_1_ms": round(times.segment[1] * 1e3, 4), "t_relative": relative})
         for concurrency in map(int, options.concurrency.split(",")):
-            asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
+            # 33 tokens: the first comes from the prompt, the others are whole intervals.
+            asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency, tokens=33)
             rounds = max(1, (32 if name == "nano" else 2) // concurrency)
-            for setting in SETTINGS:
+            for setting in (each for policy in options.policies.split(",") for each in SETTINGS[policy]):
                 row = compare(model, times, with_setting(asked, setting), pairs=options.pairs, rounds=rounds)
                 rows.append({"model": name, "concurrency": concurrency, "setting": setting} | row)
                 print(describe(rows[-1]), flush=True)
@@ -142,49 +146,40 @@ def main() -> None:
     write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
 
-Asked = list[tuple[list[int], int]]  # a prompt, and how long its answer is
-
-
-def nano_asked(checkpoint: Any, concurrency: int) -> Asked:
-    """The longest explanations, each as long as the right answer."""
-    chosen = [q for q in questions("validation") if q.kind == "why" and q.difficulty == 6][:concurrency]
-    encode = checkpoint.tokenizer.encode
-    return [(encode(question.prompt), len(encode(question.answer))) for question in chosen]
-
-
-def random_asked(concurrency: int) -> Asked:
-    """Answers of 33 tokens: the first comes from the prompt, the others are whole intervals."""
-    draw = random.Random(0)
-    return [([draw.randrange(LARGE["vocab_size"]) for _ in range(24)], 33) for _ in range(concurrency)]
-
-
-def with_setting(asked: Asked, setting: dict[str, Any]) -> list[tuple[list[int], Sampling]]:
-    return [(prompt, Sampling(max_tokens=length, ignore_eos=True, **setting)) for prompt, length in asked]
+def gated_ouro() -> Model:
+    """The large model with a gate whose hazards differ from token to token, so that depths do."""
+    model = random_ouro(LARGE, seed=0)
+    model.gate_weight.mul_(GATE_SPREAD)
+    model.gate_bias.fill_(GATE_BIAS)
+    return model
 
 
 def compare(
     model: Model, times: Times, asked: list[tuple[list[int], Sampling]], *, pairs: int, rounds: int
 ) -> dict[str, Any]:
     """Medians (least, most) over the pairs, each of so many rounds."""
-    engines = {fill: new_engine(model, fill, asked) for fill in FILLS}
-    depths = {fill: decode(engine, asked)[1] for fill, engine in engines.items()}
-    assert depths["deferred"] == depths["full"], "`deferred` reads other tokens or depths than `full`"
+    engines = {fill: engine_for(model, asked, fill=fill) for fill in FILLS}
+    said = {
+        fill: [(output.token_ids, output.depths) for output in decode(engine, asked).outputs]
+        for fill, engine in engines.items()
+    }
+    assert said["deferred"] == said["full"], "`deferred` reads other tokens or depths than `full`"
     runs: dict[str, list[Run]] = {fill: [] for fill in FILLS}
     for _ in range(pairs):
         sums = dict.fromkeys(FILLS, Run(0, 0.0, 0.0, []))
         for n in range(rounds):
             for fill in FILLS if n % 2 else FILLS[::-1]:
-                sums[fill] += decode(engines[fill], asked)[0]
+                sums[fill] += run(engines[fill], asked)
         for fill in FILLS:
             runs[fill].append(sums[fill])
     predicted = {fill: sum(map(times.of, runs[fill][0].work)) for fill in FILLS}
     row: dict[str, Any] = {}
     for fill in FILLS:
         row[fill] = {
-            "tokens_per_s": rounded(spread(run.tokens / run.wall_s for run in runs[fill])),
+            "tokens_per_s": rounded(spread(one.tokens / one.wall_s for one in runs[fill])),
             "segments_per_token": round(sum(turn.decode_rows for turn in runs[fill][0].work) / runs[fill][0].tokens, 3),
             "turns": len(runs[fill][0].work),
-            "predicted_share": round(predicted[fill] / min(run.cpu_s for run in runs[fill]), 3),
+            "predicted_share": round(predicted[fill] / min(one.cpu_s for one in runs[fill]), 3),
         }
     ratios = [one.cpu_s / full.cpu_s for one, full in zip(runs["deferred"], runs["full"], strict=True)]
     row["deferred_over_full"] = rounded(spread(ratios))
@@ -196,26 +191,9 @@ def compare(
     return row
 
 
-def new_engine(model: Model, fill: str, asked: list[tuple[list[int], Sampling]]) -> Engine:
-    pages = sum((len(prompt) + ask.max_tokens) // 16 + 1 for prompt, ask in asked)
-    return Engine(model, fill=fill, max_batch=len(asked), kv_pages=pages, max_batched_tokens=4096, prefix_sharing=False)
-
-
-def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> tuple[Run, dict[str, Any]]:
-    """Prefill all prompts together, then time the turns from the first without a prompt row to the end."""
-    numbers = {engine.submit(prompt, ask).id: n for n, (prompt, ask) in enumerate(asked)}
-    while engine.scheduler.waiting or any(sequence.prefilling for sequence in engine.scheduler.running.values()):
-        engine.step()
-    outputs = []
-    engine.work = work = []
-    cpu, wall = time.process_time(), time.perf_counter()
-    while not engine.idle:
-        outputs += [chunk.output for chunk in engine.step() if chunk.output]
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    engine.work = None
-    tokens = sum(output.usage.decode_tokens for output in outputs)
-    said = {numbers[output.request_id]: (output.token_ids, output.depths) for output in outputs}
-    return Run(tokens, cpu, wall, work), said
+def run(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Run:
+    found = decode(engine, asked)
+    return Run(sum(output.usage.decode_tokens for output in found.outputs), found.cpu_s, found.wall_s, found.work)
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -225,10 +203,6 @@ def describe(row: dict[str, Any]) -> str:
         f"{row['model']} C={row['concurrency']} {row['setting']}: {speeds}  deferred/full {row['deferred_over_full']}, "
         f"predicted {row['predicted']}{saved}  predicted share {[row[fill]['predicted_share'] for fill in FILLS]}"
     )
-
-
-def rounded(values: Iterable[float]) -> list[float]:
-    return [round(float(value), 4) for value in values]
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ gathered" is `sync` without that slice.
 from __future__ import annotations
 
 import argparse
-import random
-import time
 from collections.abc import Callable
 from inspect import unwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from decode_only import decode, engine_for, nano_asked, random_asked, rounded, with_setting
 from large_model import LARGE, random_ouro
 
 from anydepth.bench.roofline import spread
@@ -30,7 +29,6 @@ from anydepth.engine.plan import Plan
 from anydepth.engine.sampling import greedy
 from anydepth.models.base import Model
 from anydepth.models.load import load_checkpoint
-from anydepth.models.nano.questions import questions
 from anydepth.types import Sampling
 
 SYNC, READ_OUT, GATHERED = "sync", "sync, read out", "sync, gathered"
@@ -71,7 +69,10 @@ def main() -> None:
     for name in options.models.split(","):
         model = checkpoint.model if name == "nano" else random_ouro(LARGE, seed=0)
         for concurrency in map(int, options.concurrency.split(",")):
-            asked = nano_asked(checkpoint, concurrency) if name == "nano" else random_asked(concurrency)
+            if name == "nano":  # at the threshold of the study
+                asked = with_setting(nano_asked(checkpoint, concurrency), {"exit_threshold": 0.5})
+            else:
+                asked = with_setting(random_asked(concurrency, tokens=24), {"exit_threshold": 0.7})
             rounds = max(1, (48 if name == "nano" else 4) // concurrency)
             rows += compare(name, model, asked, pairs=options.pairs, rounds=rounds)
             for row in rows:
@@ -81,22 +82,6 @@ def main() -> None:
     write_rows(options.out, settings=settings, rows=rows, checkpoint=checkpoint)
 
 
-def nano_asked(checkpoint: Any, concurrency: int) -> list[tuple[list[int], Sampling]]:
-    """The longest explanations at the threshold of the study, each as long as the right answer."""
-    chosen = [q for q in questions("validation") if q.kind == "why" and q.difficulty == 6][:concurrency]
-    encode = checkpoint.tokenizer.encode
-    return [
-        (encode(q.prompt), Sampling(max_tokens=len(encode(q.answer)), exit_threshold=0.5, ignore_eos=True))
-        for q in chosen
-    ]
-
-
-def random_asked(concurrency: int) -> list[tuple[list[int], Sampling]]:
-    draw = random.Random(0)
-    ask = Sampling(max_tokens=24, exit_threshold=0.7, ignore_eos=True)
-    return [([draw.randrange(LARGE["vocab_size"]) for _ in range(24)], ask) for _ in range(concurrency)]
-
-
 def compare(
     name: str, model: Model, asked: list[tuple[list[int], Sampling]], *, pairs: int, rounds: int
 ) -> list[dict[str, Any]]:
@@ -104,27 +89,27 @@ def compare(
     modes = [mode for mode in MODES if len(asked) == 1 or mode != GATHERED]
     engines = {mode: new_engine(model, mode, asked) for mode in modes}
     for engine in engines.values():
-        decode(engine, asked)
+        cost(engine, asked)
     costs: dict[str, list[Cost]] = {mode: [] for mode in modes}
     for _ in range(pairs):
         sums = dict.fromkeys(modes, Cost(0, 0, 0.0, 0.0))
         for n in range(rounds):
             for mode in modes if n % 2 else modes[::-1]:
-                sums[mode] += decode(engines[mode], asked)
+                sums[mode] += cost(engines[mode], asked)
         for mode in modes:
             costs[mode].append(sums[mode])
     rows = []
     for mode in modes[1:]:
-        ratios = [cost.cpu_us / sync.cpu_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)]
+        ratios = [one.cpu_us / sync.cpu_us for one, sync in zip(costs[mode], costs[SYNC], strict=True)]
         row = {
             "model": name,
             "concurrency": len(asked),
             "signals": mode,
-            "sync_us_per_segment": rounded(spread([cost.cpu_us for cost in costs[SYNC]])),
-            "us_per_segment": rounded(spread([cost.cpu_us for cost in costs[mode]])),
+            "sync_us_per_segment": rounded(spread([one.cpu_us for one in costs[SYNC]])),
+            "us_per_segment": rounded(spread([one.cpu_us for one in costs[mode]])),
             "ratio": rounded(spread(ratios)),
             "wall_ratio": rounded(
-                spread([cost.wall_us / sync.wall_us for cost, sync in zip(costs[mode], costs[SYNC], strict=True)])
+                spread([one.wall_us / sync.wall_us for one, sync in zip(costs[mode], costs[SYNC], strict=True)])
             ),
             "executed": costs[mode][0].executed,
             "sync_executed": costs[SYNC][0].executed,
@@ -141,11 +126,7 @@ def compare(
 
 
 def new_engine(model: Model, mode: str, asked: list[tuple[list[int], Sampling]]) -> Engine:
-    pages = sum((len(prompt) + ask.max_tokens) // 16 + 1 for prompt, ask in asked)
-    signals = SYNC if mode in (READ_OUT, GATHERED) else mode
-    engine = Engine(
-        model, signals=signals, max_batch=len(asked), kv_pages=pages, max_batched_tokens=4096, prefix_sharing=False
-    )
+    engine = engine_for(model, asked, signals=SYNC if mode in (READ_OUT, GATHERED) else mode)
     if mode == GATHERED:
         engine.runner.lone_chunk = False
     if mode == READ_OUT:
@@ -182,23 +163,10 @@ def one_readout(model: Model, rows: int) -> Callable[[], None]:
     return read_out
 
 
-def decode(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
-    """Prefill all prompts together, then time the turns from the first without a prompt row to the end."""
-    for prompt, ask in asked:
-        engine.submit(prompt, ask)
-    while engine.scheduler.waiting or any(sequence.prefilling for sequence in engine.scheduler.running.values()):
-        engine.step()
-    outputs, turns = [], engine.scheduler.turn
-    cpu, wall = time.process_time(), time.perf_counter()
-    while not engine.idle:
-        outputs += [chunk.output for chunk in engine.step() if chunk.output]
-    cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    executed = sum(output.usage.segments_executed for output in outputs)
-    return Cost(executed, engine.scheduler.turn - turns, cpu, wall)
-
-
-def rounded(values: Any) -> list[float]:
-    return [round(float(value), 4) for value in values]
+def cost(engine: Engine, asked: list[tuple[list[int], Sampling]]) -> Cost:
+    found = decode(engine, asked)
+    executed = sum(output.usage.segments_executed for output in found.outputs)
+    return Cost(executed, found.turns, found.cpu_s, found.wall_s)
 
 
 if __name__ == "__main__":
