@@ -12,8 +12,7 @@ from anydepth.certificate import Certificate
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
 from anydepth.engine.submission import Submission
-from anydepth.models.attach import attach_heads, exits_of, read_profiles
-from anydepth.models.load import load_checkpoint
+from anydepth.models.attach import load_with_heads, read_profiles
 from anydepth.models.update import Source
 from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
 
@@ -74,12 +73,9 @@ class LLM:
         if certificate is not None and not isinstance(certificate, Certificate):
             certificate = Certificate.read(certificate)
         self.certificate = certificate
-        if heads is not None and segments is None:
-            segments = exits_of(heads)
-        self.checkpoint = load_checkpoint(
-            model, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
+        self.checkpoint, head_hash = load_with_heads(
+            model, heads, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
         )
-        head_hash = attach_heads(self.checkpoint, heads) if heads is not None else None
         profiles = read_profiles(profile, heads, model_hash=lambda: self.checkpoint.model_hash, head_hash=head_hash)
         self.tokenizer = self.checkpoint.tokenizer
         make_engine = functools.partial(

@@ -5,36 +5,46 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from anydepth.models.heads import ABOUT, load_heads
 from anydepth.models.llama import Llama
-from anydepth.models.load import Checkpoint
+from anydepth.models.load import Checkpoint, load_checkpoint
 from anydepth.profile import Profile
 
 PROFILES = "profiles"  # a folder beside the heads
 
 
-def exits_of(folder: str | Path) -> list[int]:
-    """The layers after which heads read, as heads.json says; [] where there is none (loading the heads says so)."""
-    about = Path(folder).expanduser() / ABOUT
+def load_with_heads(
+    name: str | Path, heads: str | Path | None, *, segments: int | Sequence[int] | None, **options: Any
+) -> tuple[Checkpoint, str | None]:
+    """`load_checkpoint`, and with `heads` a model that is read through them, whose segments end where they read unless
+    `segments` says more; the hash of the heads' file. ValueError for a looped model."""
+    if heads is None:
+        return load_checkpoint(name, segments=segments, **options), None
+    if segments is None:
+        segments = _exits(Path(heads).expanduser() / ABOUT)
+    try:
+        checkpoint = load_checkpoint(name, segments=segments, **options)
+    except ValueError as error:
+        raise ValueError(f"with the exit heads in {heads}: {error}") from error
+    model = checkpoint.model
+    assert isinstance(model, Llama), "segments= is refused for all others"
+    found = load_heads(
+        heads, model_hash=checkpoint.model_hash, shape=model.shape, dtype=model.dtype, device=model.device
+    )
+    model.attach(found)
+    return checkpoint, found.hash
+
+
+def _exits(about: Path) -> list[int]:
+    """The layers after which heads read. ValueError where there are none."""
     try:
         return sorted(map(int, json.loads(about.read_text(encoding="utf-8"))["exits"]))
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def attach_heads(checkpoint: Checkpoint, folder: str | Path) -> str | None:
-    """Load heads onto a checkpoint's model; the hash of their file. ValueError for a looped model."""
-    model = checkpoint.model
-    if not isinstance(model, Llama):
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"heads={str(folder)!r} are for layered models; this one is looped, its exits share one readout"
-        )
-    heads = load_heads(
-        folder, model_hash=checkpoint.model_hash, shape=model.shape, dtype=model.dtype, device=model.device
-    )
-    model.attach(heads)
-    return heads.hash
+            f"there are no exit heads in {about.parent} ({error}); make some: anydepth train heads"
+        ) from error
 
 
 def read_profiles(

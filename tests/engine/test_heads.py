@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from anydepth import LLM
 from anydepth.engine.engine import Engine
 from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
 from anydepth.profile import Exit, Profile
 from anydepth.types import Sampling
 from tests.helpers import drain, poison, twins
+from tests.random_nano import write_random_nano
 
 EXITS, SIZES = (1, 2, 4), {"hidden_size": 32, "vocab_size": 61}
 
@@ -260,3 +262,37 @@ def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
         else:
             asked = range(settings.get("min_depth", 1), 3)
             assert inner == sum(k <= depth for depth in output.depths[1:] for k in asked)
+
+
+def test_an_llm_takes_heads_and_profiles(tmp_path):
+    folder = write_random_nano(tmp_path / "model", kind="layered", seed=0)
+    plain = LLM(folder)
+    hash, shape = plain.checkpoint.model_hash, plain.checkpoint.model.shape
+    draw = torch.Generator().manual_seed(0)
+    head = Head("norm", {"norm": torch.ones(shape.hidden)})
+    probe = Probe(torch.randn(shape.hidden, generator=draw), torch.zeros(1))
+    ExitHeads(model_hash=hash, heads={1: head}, probes={1: probe}, about={"seed": 0}).save(tmp_path / "heads")
+    (tmp_path / "heads/profiles").mkdir()
+    text = f"model_hash = '{hash}'\n[[exit]]\nlayer = 1\nprobe = 0.5\nlogit = -99\nmargin = 0\nentropy = 99\n"
+    (tmp_path / "heads/profiles/eager.toml").write_text(text)
+    (tmp_path / "other.toml").write_text(text.replace(hash, "0" * 64))
+    options = {"heads": tmp_path / "heads", "fill": "project"}
+    llm = LLM(folder, profile="eager", **options)
+    assert llm.stats()["segments"] == 2
+    prompt = [3, 4, 5]
+    assert (
+        llm.generate([prompt], Sampling(max_tokens=8))[0].token_ids
+        == plain.generate([prompt], Sampling(max_tokens=8))[0].token_ids
+    )
+    (sure,) = llm.generate([prompt], Sampling(max_tokens=8, exit_policy="confidence", ignore_eos=True))
+    assert set(sure.depths[1:]) == {1}
+    (probed,) = llm.generate([prompt], Sampling(max_tokens=20, exit_policy="probe", profile="eager", ignore_eos=True))
+    assert set(probed.depths) == {1, 2}
+    with pytest.raises(ValueError, match="train heads for the result"):
+        llm.update_weights(folder)
+    with pytest.raises(ValueError, match="was made for model 0000000000000000"):
+        LLM(folder, profile=tmp_path / "other.toml", **options)
+    with pytest.raises(ValueError, match=r"with the exit heads in .* its loops"):
+        LLM("nano", heads=tmp_path / "heads")
+    with pytest.raises(ValueError, match="there are no exit heads in"):
+        LLM(folder, heads=tmp_path / "nowhere")
