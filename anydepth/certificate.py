@@ -19,7 +19,7 @@ FILE = "certificate.json"
 NEVER: Literal["never"] = "never"
 GRID_SETTINGS = ("exit_threshold", "min_depth")  # what may vary between the settings that are tried
 # Fields of Sampling that it decides, and that it holds for.
-EXIT_SETTINGS = ("exit_policy", *GRID_SETTINGS, "max_depth", "depth", "interval", "shallow_depth", "trace")
+EXIT_SETTINGS = ("exit_policy", *GRID_SETTINGS, "max_depth", "depth", "interval", "shallow_depth", "trace", "profile")
 DRAW_SETTINGS = ("temperature", "top_k", "top_p", "first_token")
 LOSSES = {
     "lost": "full depth is right and early exit wrong",

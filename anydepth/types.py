@@ -48,8 +48,9 @@ class Sampling:
 
     Depths count segments, 1..R. `depth=d` means policy `fixed`, `trace=` means `trace`, `interval=n` means `interval`
     (every n-th decode token at full depth, those between at `shallow_depth`), `exit_threshold` below 1 means
-    `gate_cdf`; with none of them every token runs all R segments (`never`). `trace` is one depth for every output the
-    request may produce, the first of them R. `seed=None` draws a seed, which the Output records.
+    `gate_cdf`; with none of them every token runs all R segments (`never`). `exit_policy="confidence"` and `"probe"`
+    take their numbers from the loaded profile named `profile` (None: the only one). `trace` is one depth for every
+    output the request may produce, the first of them R. `seed=None` draws a seed, which the Output records.
 
     Raises ValueError for a value that is wrong whatever the model is; what depends on the model (R, a gate) is
     checked when the request is submitted.
@@ -73,6 +74,7 @@ class Sampling:
     interval: int | None = None
     shallow_depth: int | None = None
     trace: Sequence[int] | None = None
+    profile: str | None = None
     first_token: Literal["prefill", "policy"] = "prefill"
 
     def __post_init__(self) -> None:
@@ -104,6 +106,11 @@ class Sampling:
             raise ValueError(f"logprobs is {self.logprobs!r}; allowed: None, 'raw', 'processed'")
         if self.exit_policy is not None and not isinstance(self.exit_policy, str):
             raise ValueError(f"exit_policy is {self.exit_policy!r}; allowed: a policy's name, or None")
+        if self.profile is not None and self.exit_policy in (None, "never", "fixed", "interval", "gate_cdf", "trace"):
+            raise ValueError(
+                f"profile is {self.profile!r}, which exit_policy {self.exit_policy!r} does not read; give "
+                f"exit_policy='confidence' or 'probe'"
+            )
         if self.shallow_depth is not None and self.interval is None:
             raise ValueError(f"shallow_depth is {self.shallow_depth}, but no interval is given; give interval=n too")
         if self.first_token not in ("prefill", "policy"):
@@ -214,6 +221,7 @@ class Shape:
     vocab: int
     max_positions: int
     has_gate: bool
+    probed: frozenset[int] = frozenset()  # segments after which there is a probe
 
     @property
     def layers(self) -> int:
@@ -225,6 +233,10 @@ class Policy(Protocol):
     """What the host asks of an exit policy; `exits.base.Policy` has the tensor side."""
 
     name: ClassVar[str]
+    everywhere: ClassVar[bool]
+
+    def asks(self, sampling: Sampling, bounds: tuple[int, int], depth: int) -> bool:
+        """Whether a row at this depth is to be asked, where it is not asked `everywhere`."""
 
     def planned(self, sampling: Sampling, index: int, segments: int) -> int | None:
         """Readout depth of output `index`, None when it is decided on the way."""

@@ -16,13 +16,14 @@ import pytest
 import anydepth
 
 ROOT = Path(anydepth.__file__).parent
-SHARED = {"types", "record", "stats", "provenance", "certificate"}
+SHARED = {"types", "record", "stats", "provenance", "certificate", "profile"}
 # Room -> rooms it may import, itself aside. Siblings (eval, bench, train) do not know each other.
 MAY_IMPORT = {
     "types": set(),
     "record": {"types"},
     "certificate": {"types", "record"},
     "stats": set(),
+    "profile": {"types"},
     "reference": set(),  # shares no code with what it judges
     "provenance": {"anydepth"},  # whose version it reports
     "ops": SHARED,
@@ -53,6 +54,7 @@ NO_TORCH = [
     "anydepth.types",
     "anydepth.record",
     "anydepth.certificate",
+    "anydepth.profile",
     "anydepth.stats",
     "anydepth.provenance",
     "anydepth.cli",

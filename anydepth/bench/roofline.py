@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
 from anydepth.engine.plan import TurnWork
-from anydepth.models.base import Cost, Model
+from anydepth.models.base import Cost, Model, Part
 from anydepth.ops.linear import linear
 
 
@@ -81,11 +82,12 @@ def _turn(model: Model, turn: TurnWork) -> tuple[float, float]:
     rows = turn.decode_rows + turn.prefill_rows
     segment = model.cost("segment", turn.segment, turn.attended / max(rows, 1))
     reads = model.cost("segment", turn.segment, turn.kv_read / max(rows, 1))
+    filled: Part = "copy" if model.shape.shared_weights else "project"
     parts: list[tuple[int, Cost]] = [
         (turn.signal_rows, model.cost("signal", turn.segment, 0.0)),
         (turn.readout_rows, model.cost("readout", turn.segment, 0.0)),
         (turn.readout_rows, model.cost("embed", 1, 0.0)),
-        *((1, model.cost("copy", depth, 0.0)) for depth in turn.copies),
+        *((count, model.cost(filled, depth, 0.0)) for depth, count in Counter(turn.copies).items()),
     ]
     flops = rows * segment.flops_per_row + sum(n * cost.flops_per_row for n, cost in parts)
     read = rows * reads.bytes_per_row + (rows > 0) * reads.weight_bytes_per_turn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,11 +16,13 @@ from anydepth.engine.requests import Requests
 from anydepth.engine.signals import load_mode
 from anydepth.engine.sizes import check_flags, check_whole, default_pages, host_pages, pending
 from anydepth.engine.submission import Submission, default_submission
-from anydepth.exits.base import Policy
+from anydepth.exits.base import Policy, Thresholds, known_profiles
 from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
+from anydepth.models.llama import Llama
 from anydepth.models.update import NewWeights, Source
 from anydepth.ops.fill import load_fill
+from anydepth.profile import Profile
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ class Engine:
         host_kv_bytes: int | None = None,
         gate_dtype: str = "float32",
         certificate: Certificate | None = None,
+        profiles: Sequence[Profile] = (),
         batch_invariant: bool = False,
     ) -> None:
         check_whole(
@@ -106,7 +109,7 @@ class Engine:
         )
         self.requests = Requests(
             shape,
-            load=_policies(gate_dtype, batch_invariant=batch_invariant),
+            load=_policies(gate_dtype, known_profiles(profiles, shape), batch_invariant=batch_invariant),
             tokenizer=tokenizer,
             eos_ids=eos_ids,
             certificate=certificate,
@@ -263,6 +266,11 @@ class Engine:
                 "this engine keeps to a certificate, which is for the weights it was made with; load the model without "
                 "it to exchange them, and calibrate the result"
             )
+        if isinstance(self.model, Llama) and (self.model.heads or self.model.probes):
+            raise ValueError(
+                "this model has exit heads, which were made for its weights; load it without heads= to exchange them, "
+                "and train heads for the result"
+            )
         assert not self._stepping
         weights = NewWeights(source, self.model)
         for request_id in list(self.scheduler.sequences) if in_flight == "abort" else ():
@@ -353,11 +361,11 @@ class Engine:
                 self._usage += ended.usage
 
 
-def _policies(gate_dtype: str, *, batch_invariant: bool) -> Callable[[str], Policy]:
+def _policies(gate_dtype: str, profiles: Mapping[str, Thresholds], *, batch_invariant: bool) -> Callable[[str], Policy]:
     """What loads a policy by its name."""
 
     def load(name: str) -> Policy:
-        policy = load_policy(name, gate_dtype=gate_dtype)
+        policy = load_policy(name, gate_dtype=gate_dtype, profiles=profiles)
         return in_blocks(policy) if batch_invariant else policy
 
     return load

@@ -140,6 +140,8 @@ class LateScheduler(Scheduler):
             return
         s.usage.segments_executed += row.length
         token_at = row.start + row.length - 1
+        if leaves is None and row.read is None and not self.runs_on:
+            leaves = False  # nobody was asked: there is no exit at this depth
         if leaves is not None and token_at == s.position and row.depth == s.answered + 1 and s.leaves_at is None:
             s.answered = row.depth
             s.leaves_at = row.depth if leaves else None

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from anydepth.engine.completions import ANSWERS, DEPTHS, TOKENS, Buffers, Completions, Part, Submitted
 from anydepth.engine.plan import LateResult, Leave, Plan, Row, Sequence
-from anydepth.engine.runner import Leaving, Runner, turn_work
+from anydepth.engine.runner import Decided, Leaving, Runner, is_asked, turn_work
 from anydepth.engine.sampling import Choice, Draw
 from anydepth.engine.slots import Slots
 from anydepth.engine.submission import Streams, Submission
 from anydepth.models.base import Model
-from anydepth.ops.fill import Fill
+from anydepth.ops.fill import Early, Fill
+from anydepth.ops.kv import join
 
 ENDED, SAID, COUNTS = -1, 0, 1
 
@@ -75,7 +76,7 @@ class LateRunner(Runner):
         decided = self._advance(plan) if plan.rows else []
         if plan.rows or plan.leaving:
             self.completions.put(self._submitted(plan, left, decided))
-        signals = sum(len(rows) for rows, _ in decided)
+        signals = sum(len(each.rows) for each in decided)
         work = turn_work(plan, signals, len(plan.leaving), left.copies if left else ())
         return LateResult(self.completions.take(), work)
 
@@ -86,21 +87,25 @@ class LateRunner(Runner):
     def _leave(self, leaving: tuple[Leave, ...]) -> Left:
         """Fill, readout, sampling, and the embedding that each row carries on with. The late round has written its
         planes by now, so what is copied over them stays."""
-        slots, copied = self.slots, [x for x in leaving if x.depth and x.depth < self.segments and self.fill.copies]
+        slots = self.slots
+        at = [n for n, x in enumerate(leaving) if x.depth and x.depth < self.segments and self.fill.copies]
+        copied = [leaving[n] for n in at]
         depths = tuple(leave.depth or 0 for leave in copied)
         numbers = [leave.slot for leave in leaving]  # one transfer for all
         numbers += [slots.place(leave.slot, leave.position) for leave in leaving]
         numbers += [slots.place(leave.slot, leave.position + 1) for leave in leaving]
         numbers += [slots.map.place(leave.slot, leave.position) for leave in copied]
-        sizes = [len(leaving)] * 3 + [len(copied)] * 2
-        slots_L, at_L, next_L, places, depth = self._index((*numbers, *depths)).split(sizes)
-        if copied:
-            self.fill.leave(slots.pool, slots.map.at(places, depth), depth)
+        numbers += [*depths, *at, *(leave.position for leave in leaving)]
+        sizes = [len(leaving)] * 3 + [len(copied)] * 3 + [len(leaving)]
+        slots_L, at_L, next_L, places, depth, early, position_L = self._index(numbers).split(sizes)
         kept = [leave.kept for leave in leaving]
         h_Ld = slots.kept_h_Sd.index_select(0, slots_L) if all(kept) else slots.h_Wd.index_select(0, at_L)
         if any(kept) and not all(kept):
             kept_L1 = self._index(kept).unsqueeze(1)
             h_Ld = torch.where(kept_L1 > 0, slots.kept_h_Sd.index_select(0, slots_L), h_Ld)
+        if copied:
+            storage = slots.map.at(places, depth)
+            self.fill.leave(self.model, slots.pool, Early(storage, depth, depths, early, position_L, h_Ld))
         logits_LV = self._logits(Leaving(list(range(len(leaving))), self._depths(leaving, slots_L), h_Ld))
         choice = slots.sampler.choose([Draw(x.sequence, x.slot, x.output) for x in leaving], logits_LV)
         slots.h_Wd.index_copy_(0, next_L, self.model.embed(choice.feed_L))
@@ -117,7 +122,7 @@ class LateRunner(Runner):
         there = self.slots.kept_depth_S.index_select(0, slots_L).tolist()
         return [leave.depth or depth for leave, depth in zip(leaving, there, strict=True)]
 
-    def _advance(self, plan: Plan) -> list[tuple[list[int], Tensor]]:
+    def _advance(self, plan: Plan) -> list[Decided]:
         """Every row through its segment; what the policies say of them."""
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
         slots_B, depth_B, start_B, places_M = self._numbers(decode)
@@ -126,7 +131,7 @@ class LateRunner(Runner):
             self.slots.kept_h_Sd.index_copy_(0, slots_B, self._tokens(decode, len(places_M), carried))
         h_Nd = self.model.segment(plan.segment, carried, self._kv(plan, slots_B, depth_B, start_B))
         h_Bd = self._tokens(decode, len(places_M), h_Nd)
-        asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
+        asked = [i for i, row in enumerate(decode) if is_asked(row)]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             self._keep_reads(decode, decided, slots_B, depth_B, h_Bd)
@@ -152,7 +157,7 @@ class LateRunner(Runner):
 
     def _decide(
         self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor
-    ) -> list[tuple[list[int], Tensor]]:
+    ) -> list[Decided]:
         """What is tallied is what the synchronous engine tallies, though late rounds and wasted ones are asked too."""
         pool, tallying = self.slots.tallied_S, self._tallying()
         if not tallying:
@@ -162,7 +167,7 @@ class LateRunner(Runner):
         for (state, columns), tallies in zip(tallying, before, strict=True):
             state[:, columns] = torch.where((pool == COUNTS).unsqueeze(1), state[:, columns], tallies)
         if not self.fill.runs_on:
-            for rows, leave in decided:
+            for rows, leave, _ in decided:
                 slots = slots_B[self._index(rows)]
                 pool[slots] = torch.where(leave, pool[slots].clamp(max=SAID), pool[slots])
         return decided
@@ -190,13 +195,13 @@ class LateRunner(Runner):
         pool[slots] = torch.where(now.unsqueeze(1), h, pool[slots])
         depths[slots] = torch.where(now, depth, torch.where(leaves & (before == 0), -1, before))
 
-    def _submitted(self, plan: Plan, left: Left | None, decided: list[tuple[list[int], Tensor]]) -> Submitted:
+    def _submitted(self, plan: Plan, left: Left | None, decided: list[Decided]) -> Submitted:
         """Send the turn's outcomes on their way."""
         answers: dict[int, int] = {}
         leaves = token = depth = logprob = matches = None
         if decided and not self.fill.runs_on:  # where rows run on, the device itself keeps what is read
-            answers = {i: n for n, i in enumerate(i for rows, _ in decided for i in rows)}
-            leaves = decided[0][1] if len(decided) == 1 else torch.cat([leave for _, leave in decided])
+            answers = {i: n for n, i in enumerate(i for each in decided for i in each.rows)}
+            leaves = join([each.leave for each in decided])
         if left is not None:
             token, depth = left.choice.token_L, left.depth_L
             logprob, matches = left.choice.logprob_L, left.choice.matches_L

@@ -12,7 +12,7 @@ from anydepth.certificate import Certificate
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
 from anydepth.engine.submission import Submission
-from anydepth.models.load import load_checkpoint
+from anydepth.models.attach import load_with_heads, read_profiles
 from anydepth.models.update import Source
 from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
 
@@ -31,7 +31,9 @@ class LLM:
     lateness, submission: when the host learns what a turn decided, how many turns late, and how turns reach a GPU
     (docs/late-signals.md). kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
     tokens a turn may carry; prefix_sharing, host_kv_bytes: docs/scheduling.md.
-    gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
+    heads: a folder of exit heads for a layered model, whose exits are then the segments unless `segments` has others
+    too; profile: thresholds of `confidence` and `probe`, one or several .toml files or names in that folder
+    (docs/heads.md). gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.
     certificate: a certificate.json, or what was read from it. The model and these options must be those that were
     certified (its weights are read once more for their hash); a request without an exit setting gets the certified
     one, another exit setting, temperature, top_k or top_p is refused. batch_invariant: a request's logits have the same
@@ -60,6 +62,8 @@ class LLM:
         pending_positions: int | None = None,
         prefix_sharing: bool = True,
         host_kv_bytes: int | None = None,
+        heads: str | Path | None = None,
+        profile: str | Path | Sequence[str | Path] = (),
         revision: str | None = None,
         tokenizer: str | Path | None = None,
         gate_dtype: str = "float32",
@@ -69,9 +73,10 @@ class LLM:
         if certificate is not None and not isinstance(certificate, Certificate):
             certificate = Certificate.read(certificate)
         self.certificate = certificate
-        self.checkpoint = load_checkpoint(
-            model, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
+        self.checkpoint, head_hash = load_with_heads(
+            model, heads, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
         )
+        profiles = read_profiles(profile, heads, model_hash=lambda: self.checkpoint.model_hash, head_hash=head_hash)
         self.tokenizer = self.checkpoint.tokenizer
         make_engine = functools.partial(
             Engine,
@@ -88,6 +93,7 @@ class LLM:
             host_kv_bytes=host_kv_bytes,
             gate_dtype=gate_dtype,
             certificate=certificate,
+            profiles=profiles,
             batch_invariant=batch_invariant,
         )
         self.engine = make_engine(signals=signals, lateness=lateness, submission=submission)
@@ -99,7 +105,7 @@ class LLM:
         if certificate is not None:
             certificate.match(
                 model_hash=self.checkpoint.model_hash,
-                head_hash=None,
+                head_hash=head_hash,
                 segments=self.checkpoint.model.shape.segments,
                 fill=self.engine.fill.name,
                 signals=signals,

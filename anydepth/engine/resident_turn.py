@@ -16,7 +16,7 @@ from torch import Tensor
 from anydepth.engine import sampling
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
-from anydepth.ops.fill import Fill
+from anydepth.ops.fill import Early, Fill
 from anydepth.ops.kv import Chunk, KVMap, TurnKV
 
 
@@ -125,7 +125,7 @@ def run_turn(
         read_Bd, kept = _keep(state, slots, depth, kept, left, h_Bd)
         left, read_depth = depth == segments, kept
     elif fill.copies:  # of a row that goes on, plane R counts, which has none deeper: it is written over with itself
-        fill.leave(map.pool, write_B, torch.where(left, depth, segments))
+        fill.leave(model, map.pool, Early(write_B, torch.where(left, depth, segments), None, slots, position, h_Bd))
 
     next_Bd = h_Bd
     if prompts is not None and h_Pd is not None:  # the last row of a prompt leaves, at full depth

@@ -22,16 +22,26 @@ from anydepth.engine.sampling import Draw
 from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
 from anydepth.models.base import Model
-from anydepth.ops.fill import Fill
-from anydepth.ops.kv import Group, TurnKV
+from anydepth.ops.fill import Early, Fill
+from anydepth.ops.kv import Group, TurnKV, join
+
+
+class Decided(NamedTuple):
+    """What one policy said of its rows, by their places in the plan; with the logits that it was shown, if it was."""
+
+    rows: list[int]
+    leave: Tensor
+    logits: Tensor | None
 
 
 class Leaving(NamedTuple):
-    """Rows that leave in this turn: their places in the plan, readout depths, and the states to read."""
+    """Rows that leave in this turn: their places in the plan, readout depths, and the states to read. `logits` are
+    those that are known of the first of them."""
 
     rows: list[int]
     depths: list[int]
     h_Ld: Tensor
+    logits: Tensor | None = None
 
 
 class Runner:
@@ -53,7 +63,7 @@ class Runner:
         h_Nd = self.model.segment(plan.segment, self._carried(places_M, prefill), kv)
 
         h_Bd = self._tokens(decode, len(places_M), h_Nd)
-        asked = [i for i, row in enumerate(decode) if row.read is None and row.depth < row.sequence.request.bounds[1]]
+        asked = [i for i, row in enumerate(decode) if is_asked(row)]
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             leaving = self._leave_full(decode, decided, slots_B, depth_B, h_Bd)
@@ -61,7 +71,7 @@ class Runner:
             leaving = self._leave_early(decode, decided, h_Bd)
         if len(leaving.rows) < len(decode) or self.fill.defers:  # a row that leaves carries on with an embedding
             self.slots.h_Wd.index_copy_(0, places_M, h_Nd[: len(places_M)])
-        copies = self._fill(leaving, kv.write_N)
+        copies = self._fill(leaving, kv, h_Bd)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
         return Result(reads, turn_work(plan, len(asked), len(reads), copies))
 
@@ -109,7 +119,7 @@ class Runner:
 
     def _decide(
         self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor
-    ) -> list[tuple[list[int], Tensor]]:
+    ) -> list[Decided]:
         """(rows, leave) for every policy that has rows to decide on."""
         groups: dict[Policy, list[int]] = {}
         for i in asked:
@@ -122,24 +132,35 @@ class Runner:
             seen = policy.seen(self.model, decode[rows[0]].depth, h)
             states = self.slots.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
+            may = self.model.answers(decode[rows[0]].depth, h)
+            leave = leave if may is None else leave & may
             states.index_copy_(0, slots, state)
-            decided.append((rows, leave))
+            decided.append(Decided(rows, leave, seen if policy.needs == "logits" else None))
         return decided
 
-    def _leave_early(self, decode: tuple[Row, ...], decided: list[tuple[list[int], Tensor]], h_Bd: Tensor) -> Leaving:
+    def _leave_early(self, decode: tuple[Row, ...], decided: list[Decided], h_Bd: Tensor) -> Leaving:
         """A row leaves at the depth it is read. Here the host reads who leaves."""
         leaves = [row.depth == _latest(row) for row in decode]
-        for rows, leave in decided:
+        for rows, leave, _ in decided:
             for i, left in zip(rows, leave.tolist(), strict=True):
                 leaves[i] = left
         out = [i for i, left in enumerate(leaves) if left]
         h_Ld = h_Bd if len(out) == len(decode) else h_Bd.index_select(0, self._index(out))
-        return Leaving(out, [decode[i].depth for i in out], h_Ld)
+        return Leaving(out, [decode[i].depth for i in out], h_Ld, self._known(out, decided))
+
+    def _known(self, out: list[int], decided: list[Decided]) -> Tensor | None:
+        """Logits of the rows that leave, where one policy was shown all of them."""
+        if len(decided) != 1 or decided[0].logits is None or not out:
+            return None
+        place = {i: n for n, i in enumerate(decided[0].rows)}
+        if any(i not in place for i in out):
+            return None
+        return decided[0].logits.index_select(0, self._index(place[i] for i in out))
 
     def _leave_full(
         self,
         decode: tuple[Row, ...],
-        decided: list[tuple[list[int], Tensor]],
+        decided: list[Decided],
         slots_B: Tensor,
         depth_B: Tensor,
         h_Bd: Tensor,
@@ -159,7 +180,7 @@ class Runner:
     def _keep_reads(
         self,
         decode: tuple[Row, ...],
-        decided: list[tuple[list[int], Tensor]],
+        decided: list[Decided],
         slots_B: Tensor,
         depth_B: Tensor,
         h_Bd: Tensor,
@@ -169,7 +190,7 @@ class Runner:
         if not watched:
             return
         leaves_B = torch.zeros(len(decode), dtype=torch.bool, device=self.model.device)
-        for rows, leave in decided:
+        for rows, leave, _ in decided:
             leaves_B[self._index(rows)] = leave
         last_B = self._index(row.depth == _latest(row) for row in decode) > 0
         at = self._index(watched)
@@ -183,15 +204,17 @@ class Runner:
         pool[slots] = torch.where(now.unsqueeze(1), h, pool[slots])
         depths[slots] = torch.where(now, depth, before)
 
-    def _fill(self, leaving: Leaving, write_N: Tensor) -> tuple[int, ...]:
+    def _fill(self, leaving: Leaving, kv: TurnKV, h_Bd: Tensor) -> tuple[int, ...]:
         """Fill the deeper planes of rows that left early; the depths they left at."""
         if not self.fill.copies:
             return ()
         early = [j for j, depth in enumerate(leaving.depths) if depth < self.segments]
         if not early:
             return ()
-        rows, depths = [leaving.rows[j] for j in early], [leaving.depths[j] for j in early]
-        self.fill.leave(self.slots.pool, write_N.index_select(0, self._index(rows)), self._index(depths))
+        depths = [leaving.depths[j] for j in early]
+        rows, depth = self._index((*(leaving.rows[j] for j in early), *depths)).split(len(early))
+        storage = kv.write_N.index_select(0, rows)
+        self.fill.leave(self.model, self.slots.pool, Early(storage, depth, depths, rows, kv.positions, h_Bd))
         return tuple(depths)
 
     def _keep_chunks(self, plan: Plan, h_Nd: Tensor, leaving: Leaving) -> Leaving:
@@ -208,7 +231,7 @@ class Runner:
                 rows.append(index)
                 states.append(h_Nd[end - 1 : end])
         depths = leaving.depths + [self.segments] * (len(rows) - len(leaving.rows))
-        return Leaving(rows, depths, states[0] if len(states) == 1 else torch.cat(states))
+        return leaving._replace(rows=rows, depths=depths, h_Ld=join(states))
 
     def _read(self, rows: tuple[Row, ...], leaving: Leaving) -> dict[int, Read]:
         """Readout and sampling of the rows that leave, and the embedding of what they carry on with."""
@@ -229,6 +252,10 @@ class Runner:
 
     def _logits(self, leaving: Leaving) -> Tensor:
         """[L, V]. A layered model may read each depth its own way, a looped one reads all alike."""
+        if (known := leaving.logits) is not None:
+            start = len(known)
+            rest = Leaving(leaving.rows[start:], leaving.depths[start:], leaving.h_Ld[start:])
+            return torch.cat((known, self._logits(rest))) if rest.rows else known
         depths = set(leaving.depths)
         if self.model.shape.shared_weights or len(depths) == 1:
             return self.model.readout(leaving.depths[0], leaving.h_Ld)
@@ -237,6 +264,15 @@ class Runner:
             at = self._index(j for j, d in enumerate(leaving.depths) if d == depth)
             logits[at] = self.model.readout(depth, leaving.h_Ld[at])
         return logits
+
+
+def is_asked(row: Row) -> bool:
+    """Whether a decode row's policy has to say if it leaves."""
+    request = row.sequence.request
+    if row.read is not None or row.depth >= request.bounds[1]:
+        return False
+    policy = request.policy
+    return policy.everywhere or policy.asks(request.sampling, request.bounds, row.depth)
 
 
 def _latest(row: Row) -> int:

@@ -1,27 +1,42 @@
 """The contract of an exit policy: when a row stops. Pure and batched: tensors in, tensors out.
 
-A policy is one of two kinds. A *planned* one (`never`, `fixed`, `trace`) knows every token's depth beforehand: the host
-asks `planned` and no tensor is looked at. An *adaptive* one (`gate_cdf`) returns None there; the runner then calls
-`decide` once a segment with what `needs` names, for every row that has not reached its max_depth.
+A policy is one of two kinds. A *planned* one (`never`, `fixed`, `interval`, `trace`) knows every token's depth
+beforehand: the host asks `planned` and no tensor is looked at. An *adaptive* one (`gate_cdf`, `confidence`, `probe`)
+returns None there; the runner then calls `decide` once a segment with what `needs` names, for every row that has not
+reached its max_depth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from anydepth.models.base import Model, Shape
+from anydepth.profile import Exit, Profile
 from anydepth.types import Sampling
 
 Needs = Literal["nothing", "signal", "hidden", "logits"]
 
 
-class Policy:
-    """Base of all policies; a new one is one file with one subclass named `Policy`."""
+@dataclass(frozen=True)
+class Thresholds:
+    """A profile on a model: the exit at each depth 1..R, None where the profile has none."""
 
+    gate_temperature: float
+    by_depth: tuple[Exit | None, ...]
+
+
+class Policy:
+    """Base of all policies; a new one is one file with one subclass named `Policy`. `profiles` are those that the
+    engine was given, by name. `everywhere`: it is asked at every depth below max_depth, not only where `asks` says."""
+
+    profiles: Mapping[str, Thresholds] = MappingProxyType({})
+    everywhere: ClassVar[bool] = True
     name: ClassVar[str]
     needs: ClassVar[Needs] = "nothing"
     tallies: ClassVar[Mapping[str, int]] = {}  # state columns that outlive a request, by the name `stats` gives them
@@ -32,6 +47,22 @@ class Policy:
     def planned(self, sampling: Sampling, index: int, segments: int) -> int | None:
         """Readout depth of output `index` (0-based), or None when only `decide` can tell. Torch-free."""
         return None
+
+    def asks(self, sampling: Sampling, bounds: tuple[int, int], depth: int) -> bool:
+        """Whether a row at this depth is to be asked. Torch-free; not called where it is asked `everywhere`."""
+        return True
+
+    def profile_of(self, sampling: Sampling) -> Thresholds:
+        """The profile that a request names, or the only one there is."""
+        name = sampling.profile
+        if name is None and len(self.profiles) == 1:
+            return next(iter(self.profiles.values()))
+        if name is None or name not in self.profiles:
+            raise ValueError(
+                f"policy {self.name!r} takes its thresholds from a profile; given: {name!r}, loaded: "
+                f"{sorted(self.profiles) or 'none'}: give profile= to LLM, and its name here"
+            )
+        return self.profiles[name]
 
     def parameters(self, sampling: Sampling, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:
         """The request's own numbers, as many for every request of this policy."""
@@ -50,6 +81,19 @@ class Policy:
         if self.needs == "signal":
             return model.signal(k, h_Nd)
         return model.readout(k, h_Nd) if self.needs == "logits" else h_Nd
+
+
+def known_profiles(profiles: Sequence[Profile], shape: Shape) -> dict[str, Thresholds]:
+    """Profiles on a model, by name. ValueError for two of one name, and for exits where no segment ends."""
+    ends = [layers.stop for layers in shape.segment_layers]
+    found = dict[str, Thresholds]()
+    for profile in profiles:
+        profile.check_exits(ends)
+        if profile.name in found:
+            raise ValueError(f"two profiles are named {profile.name!r}; give each a name of its own")
+        by_layer = {exit.layer: exit for exit in profile.exits}
+        found[profile.name] = Thresholds(profile.gate_temperature, tuple(by_layer.get(layer) for layer in ends))
+    return found
 
 
 def bounds_of(sampling: Sampling, shape: Shape) -> tuple[int, int]:

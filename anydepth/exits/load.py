@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 
 import anydepth.exits
 from anydepth.exits import gate_cdf
-from anydepth.exits.base import Policy
+from anydepth.exits.base import Policy, Thresholds
 from anydepth.types import Sampling, unknown
 
 _NOT_POLICIES = {"base", "load"}
@@ -19,8 +20,8 @@ def known_policies() -> list[str]:
     return sorted(found - _NOT_POLICIES)
 
 
-def load_policy(name: str, *, gate_dtype: str = "float32") -> Policy:
-    """The policy of that name. ValueError names the nearest known one."""
+def load_policy(name: str, *, gate_dtype: str = "float32", profiles: Mapping[str, Thresholds] | None = None) -> Policy:
+    """The policy of that name, which knows these profiles. ValueError names the nearest known one."""
     module, _, attribute = name.partition(":")
     if not attribute:
         if name not in known_policies():
@@ -37,6 +38,7 @@ def load_policy(name: str, *, gate_dtype: str = "float32") -> Policy:
             f"exit_policy {name!r} cannot be loaded ({error}); give one of {known_policies()} or the "
             f"importable pkg.module:Class of your own"
         ) from error
+    policy.profiles = profiles or {}
     return policy
 
 

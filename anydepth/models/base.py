@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anydepth.types import Shape as Shape
 
-Part = Literal["embed", "segment", "signal", "readout", "copy"]
+Part = Literal["embed", "segment", "signal", "readout", "copy", "project"]
 
 
 class Cost(NamedTuple):
@@ -54,6 +54,12 @@ class Model(Protocol):
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
         """Logits [N, V] read from h_k."""
+
+    def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """K (after RoPE) and V [N, G, D] that each of the layers makes of a state."""
+
+    def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
+        """Which rows the readout at depth k may answer, [N] bool; None where it may answer all."""
 
     def cost(self, part: Part, k: int, context: float) -> Cost:
         """Work of `part` at depth k for a row that attends over `context` positions. Affine in `context`."""

@@ -127,6 +127,12 @@ class Layer:
         branch = linear(gated, self.down)
         return h_Nd + (rms_norm(branch, after_mlp, s.eps) if s.sandwich else branch)
 
+    def keys_values(self, h_Nd: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K (after RoPE) and V [N, G, D] of a state. One matrix holds queries too, so these are made as well."""
+        s = self.shape
+        qkv = linear(rms_norm(h_Nd, self.norms[0], s.eps), self.qkv).view(len(h_Nd), -1, s.head_dim)
+        return rotate(qkv[:, s.heads : s.heads + s.kv_heads], *rotary), qkv[:, s.heads + s.kv_heads :]
+
     def each_matrix(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the four matrices one after the other."""
         for name in ("qkv", "o", "gate_up", "down"):
@@ -188,8 +194,17 @@ class Decoder:
             h_Nd = self.layers[index].forward(index, h_Nd, rotary, kv)
         return h_Nd
 
+    def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """K (after RoPE) and V [N, G, D] that each of the layers makes of a state."""
+        rotary = self.rotary.turn(positions_N)
+        return [self.layers[index].keys_values(h_Nd, rotary) for index in layers]
+
     def final_norm(self, h_Nd: Tensor) -> Tensor:
         return rms_norm(h_Nd, self.norm, self.eps)
+
+    def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
+        """Every row, unless an exit head says otherwise."""
+        return None
 
     def pack(self) -> None:
         """Bring the layers' matrices into the order in which products are fastest; `slots` brings them back."""
@@ -212,7 +227,8 @@ class Decoder:
 
         A segment multiplies a row by every matrix of its layers and, per layer, by `context` keys and as many values
         (4 H D context); it reads those keys and values and writes its own. `copy` reads the K/V of plane k and writes
-        it to the R - k deeper planes. Activations are left out: they stay in cache.
+        it to the R - k deeper planes; `project` multiplies by the matrix of queries, keys and values in every layer
+        after segment k, and writes the keys and values. Activations are left out: they stay in cache.
         """
         s, item = self.shape, self.norm.element_size()
         layers = len(s.segment_layers[k - 1])
@@ -227,5 +243,10 @@ class Decoder:
             return Cost(2.0 * s.hidden, 0.0, s.hidden * item)
         if part == "readout":
             return Cost(2.0 * s.hidden * s.vocab, s.vocab * item, s.hidden * s.vocab * item)
+        if part == "project":
+            one = self.layers[0].shape
+            skipped = s.layers - s.segment_layers[k - 1].stop
+            weights = skipped * one.hidden * (one.heads + 2 * one.kv_heads) * one.head_dim
+            return Cost(2.0 * weights, kv_bytes / layers * skipped, weights * item)
         assert part == "copy", part
         return Cost(0.0, kv_bytes * (1.0 + s.segments - k) if k < s.segments else 0.0, 0.0)

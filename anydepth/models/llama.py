@@ -1,13 +1,14 @@
 """The Llama family: a layered model. A segment is a run of consecutive layers with weights and K/V of its own.
 
-Without exit heads R is 1 unless `segments` splits the layers; an inner exit then reads through the model's own final
-norm and LM head. Shape suffixes: see `base.py`.
+Without exit heads (`heads.py`) R is 1 unless `segments` splits the layers; an inner exit then reads through the model's
+own final norm and LM head. Shape suffixes: see `base.py`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from anydepth.models.base import KV, Shape
 from anydepth.models.config import need, positive, refuse_variants, rope_settings
 from anydepth.models.decoder import Decoder, LayerShape
+from anydepth.models.heads import ExitHeads, Head, Probe, exit_segments
 from anydepth.ops.linear import linear
 
 
@@ -47,6 +49,8 @@ class Llama(Decoder):
             max_positions=need(config, "max_position_embeddings"),
             has_gate=False,
         )
+        self.heads: dict[int, Head] = {}  # by segment
+        self.probes: dict[int, Probe] = {}
         theta, factors = rope(config, layer.head_dim)
         super().__init__(
             shape,
@@ -62,12 +66,28 @@ class Llama(Decoder):
         """The layers of segment k, for rows that all stand at k."""
         return self.run_layers(self.shape.segment_layers[k - 1], h_Nd, kv)
 
+    def attach(self, heads: ExitHeads) -> None:
+        """Read inner exits through these heads; exits without one go on being read through the model's own."""
+        segment = exit_segments(heads, [layers.stop for layers in self.shape.segment_layers])
+        self.heads = {segment[layer]: head for layer, head in heads.heads.items()}
+        self.probes = {segment[layer]: probe for layer, probe in heads.probes.items()}
+        self.shape = replace(self.shape, probed=frozenset(self.probes))
+
     def signal(self, k: int, h_Nd: Tensor) -> Tensor:
-        raise ValueError("this model has no exit gate")
+        """The probe's logits at depth k, [N]."""
+        if k not in self.probes:
+            raise ValueError(f"this model has no exit probe at depth {k}")
+        return self.probes[k].logit(h_Nd)
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, V] through the model's own final norm and LM head."""
+        """Logits [N, V] through the exit's head, or the model's own final norm and LM head."""
+        if k in self.heads:
+            return self.heads[k].logits(h_Nd, self.head, self.eps)
         return linear(self.final_norm(h_Nd), self.head)
+
+    def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
+        """Which rows the head at depth k may answer, [N] bool; None where it may answer all."""
+        return self.heads[k].answers(h_Nd, self.eps) if k in self.heads else None
 
 
 def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[range, ...]:

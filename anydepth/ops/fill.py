@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from anydepth.ops.kv import KVPool
 from anydepth.types import Shape, unknown
+
+
+class Early(NamedTuple):
+    """Rows that were read early: where the plane of their depth holds them, that depth (`depths`: as the host knows it,
+    None where only the device does), and, of whoever left beside them too, positions and the states they were read
+    from, in which `at_N` says where they are."""
+
+    storage_N: Tensor
+    depth_N: Tensor
+    depths: Sequence[int] | None
+    at_N: Tensor
+    positions_L: Tensor
+    h_Ld: Tensor
+
+
+class Projects(Protocol):
+    """The part of a model that `project` needs."""
+
+    shape: Shape
+
+    def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """K (after RoPE) and V [N, G, D] that each of the layers makes of a state."""
 
 
 class Fill:
@@ -31,8 +54,8 @@ class Fill:
         """Planes a layer keeps."""
         return shape.segments if shape.shared_weights else 1
 
-    def leave(self, pool: KVPool, storage_N: Tensor, depth_N: Tensor) -> None:
-        """Fill the deeper planes of rows that were read at `depth`; `storage` is where that plane holds them."""
+    def leave(self, model: Projects, pool: KVPool, early: Early) -> None:
+        """Fill the deeper planes of rows that were read early."""
 
 
 class _Looped(Fill):
@@ -56,8 +79,32 @@ class LastExited(_Looped):
     name = "last_exited"
     copies = True
 
-    def leave(self, pool: KVPool, storage_N: Tensor, depth_N: Tensor) -> None:
-        pool.copy_deeper(storage_N, depth_N)
+    def leave(self, model: Projects, pool: KVPool, early: Early) -> None:
+        pool.copy_deeper(early.storage_N, early.depth_N)
+
+
+class Project(Fill):
+    """In every layer that was skipped, what that layer's own input norm, K/V projection and RoPE make of the state the
+    row was read from (CALM, arXiv 2207.07061)."""
+
+    name = "project"
+    copies = True
+
+    def check(self, shape: Shape) -> None:
+        if shape.shared_weights:
+            raise ValueError(
+                "fill 'project' is for layered models; this one is looped, allowed: 'last_exited', 'full', ..."
+            )
+
+    def leave(self, model: Projects, pool: KVPool, early: Early) -> None:
+        assert early.depths is not None, "layered models have depths that the host knows"
+        for depth in sorted(set(early.depths)):
+            same = early.at_N.new_tensor([n for n, other in enumerate(early.depths) if other == depth])
+            storage_N, at_N = early.storage_N.index_select(0, same), early.at_N.index_select(0, same)
+            h_Nd, positions_N = early.h_Ld.index_select(0, at_N), early.positions_L.index_select(0, at_N)
+            skipped = range(model.shape.segment_layers[depth - 1].stop, model.shape.layers)
+            for layer, (k, v) in zip(skipped, model.keys_values(skipped, h_Nd, positions_N), strict=True):
+                pool.write(layer, storage_N, k, v)
 
 
 class Deferred(Fill):
@@ -82,7 +129,7 @@ class Shared(_Looped):
         return 1
 
 
-FILLS: dict[str, Fill] = {fill.name: fill for fill in (Full(), LastExited(), Deferred(), Shared())}
+FILLS: dict[str, Fill] = {fill.name: fill for fill in (Full(), LastExited(), Deferred(), Project(), Shared())}
 
 
 def load_fill(name: str | None, shape: Shape) -> Fill:

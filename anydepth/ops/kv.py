@@ -51,6 +51,12 @@ class KVPool:
         """Where the plane of segment `depth` begins."""
         return self._offset.index_select(0, depth_N)
 
+    def write(self, layer: int, storage_N: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> None:
+        """Store keys and values of one layer."""
+        keys, values = self.data[layer].unbind()
+        keys.index_copy_(0, storage_N, k_NGD.flatten(1))
+        values.index_copy_(0, storage_N, v_NGD.flatten(1))
+
     def copy_deeper(self, storage_N: Tensor, depth_N: Tensor) -> None:
         """Copy each row's K/V of plane `depth`, layer by layer, into every deeper plane."""
         source_NR = storage_N.unsqueeze(1).expand(-1, self.planes)

@@ -46,9 +46,11 @@ class Full:
 class Serial:
     """Position by position; K/V in a dict: `kv[plane, layer]` is the list of (K, V) of positions 0, 1, .., [K, C]."""
 
+    looped = True
+
     def __init__(self, model: Model) -> None:
-        if not model.looped:
-            raise ValueError(f"{type(self).__name__} is a fill of looped models")
+        if model.looped != self.looped:
+            raise ValueError(f"{type(self).__name__} is a fill of {'looped' if self.looped else 'layered'} models")
         self.model, self.length = model, 0
         self.kv: dict[tuple[int, int], list[KV]] = {}
         self.executed = self.prefilled = 0
@@ -60,7 +62,7 @@ class Serial:
         """Loop r of one position: writes its K/V into the loop's plane, attends to that plane's positions so far."""
         model = self.model
         h_1D = h[None]
-        for layer in range(model.num_layers):
+        for layer in model.layers_of[r - 1]:
             q, k, v = model.qkv(layer, h_1D, [position])
             slots = self.kv.setdefault((self.plane_of(r), layer), [])
             slots[position : position + 1] = [(k[0], v[0])]  # appends, or overwrites this position's earlier entry
@@ -85,17 +87,17 @@ class Serial:
             if row.leaves(r, self.model.gate_logit(h)):
                 break
         self.executed += row.depth
-        self.finish(row.depth)
+        self.finish(row.depth, h)
         self.length += 1
         return h
 
-    def finish(self, depth: int) -> None:
-        """What happens to the planes deeper than `depth` at the position that has just left."""
+    def finish(self, depth: int, h: Tensor) -> None:
+        """What happens to the planes deeper than `depth` at the position that has just left, with state h."""
 
     def planes(self) -> list[KV]:
         planes = []
         for plane in sorted({plane for plane, _ in self.kv}):
-            layers = [self.kv[plane, layer] for layer in range(self.model.num_layers)]
+            layers = [self.kv[plane, layer] for layer in self.model.layers_of[plane - 1]]
             keys = torch.stack([torch.stack([k for k, _ in slots]) for slots in layers])
             values = torch.stack([torch.stack([v for _, v in slots]) for slots in layers])
             planes.append((keys, values))
@@ -105,7 +107,7 @@ class Serial:
 class LastExited(Serial):
     """A copy of the position's plane-d K/V, layer by layer, in each plane d+1..R."""
 
-    def finish(self, depth: int) -> None:
+    def finish(self, depth: int, h: Tensor) -> None:
         for plane in range(depth + 1, self.model.segments + 1):
             for layer in range(self.model.num_layers):
                 source = self.kv[depth, layer][self.length]
@@ -133,7 +135,19 @@ class Deferred(Full):
         return h
 
 
-FILLS = {"full": Full, "last_exited": LastExited, "shared": Shared, "deferred": Deferred}
+class Project(Serial):
+    """In each skipped layer what its own input norm, K/V projection and RoPE make of the state that was read."""
+
+    looped = False
+
+    def finish(self, depth: int, h: Tensor) -> None:
+        for r in range(depth + 1, self.model.segments + 1):
+            for layer in self.model.layers_of[r - 1]:
+                _, k, v = self.model.qkv(layer, h[None], [self.length])
+                self.kv.setdefault((r, layer), []).append((k[0], v[0]))
+
+
+FILLS = {"full": Full, "last_exited": LastExited, "shared": Shared, "deferred": Deferred, "project": Project}
 
 
 def deferred_depths(depths: Sequence[int], *, most: int | None = None, deepest: int | None = None) -> list[int]:

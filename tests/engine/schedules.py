@@ -7,7 +7,7 @@ expression that can be pasted into a test.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from types import SimpleNamespace
@@ -108,14 +108,17 @@ class Played:
     verdicts: list[Verdict] = field(default_factory=list)
 
 
-FILLS = ("last_exited", "full", "shared", "deferred", "deferred")
+FILLS = {
+    "looped": ("last_exited", "full", "shared", "deferred", "deferred"),
+    "layered": ("full", "deferred", "project"),
+}
 
 
 def draw(
-    rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync",), fills: Sequence[str] = FILLS
+    rng: Random, *, dtype: str = "float64", signals: Sequence[str] = ("sync",), fills: Collection[str] | None = None
 ) -> Schedule:
-    """A random schedule in one of the modes `signals`, with one of the `fills` as far as the drawn model and mode allow
-    it. `rng` may be hypothesis's, which then shrinks it."""
+    """A random schedule in one of the modes `signals`, with one of the `fills`, which both kinds of model must know
+    (None: all that the drawn model knows). `rng` may be hypothesis's, which then shrinks it."""
     mode = rng.choice(list(signals))
     kind = rng.choice(["looped", "looped", "layered"])
     changes = {
@@ -131,11 +134,11 @@ def draw(
     exits = None
     if kind == "looped":
         changes["total_ut_steps"] = segments = rng.randint(1, 4)
-        fill = rng.choice(list(fills))
     else:
         last = changes["num_hidden_layers"]
         exits = (*(layer for layer in range(1, last) if rng.choice([True, False])), last)
-        segments, fill = len(exits), rng.choice([fill for fill in ("full", "deferred") if fill in fills])
+        segments = len(exits)
+    fill = rng.choice([fill for fill in FILLS[kind] if fills is None or fill in fills])
     longest = changes["max_position_embeddings"]
     if (mode, fill) == ("exact", "shared"):
         fill = "last_exited"
@@ -420,7 +423,9 @@ def _check_depths(engine: Engine, ran: list[Ran], schedule: Schedule, total: Usa
         for depths in one.decoded:
             executed = ran_depths(schedule, ask, depths[free:], segments)
             read += sum(depths[free:])
-            copies.update(depth for depth in executed if depth < segments and schedule.fill == "last_exited")
+            copies.update(
+                depth for depth in executed if depth < segments and schedule.fill in ("last_exited", "project")
+            )
             attended += sum(count * (prefilled + n) for n, count in enumerate(executed, start=1))
     assert total.segments_read == read
     assert Counter(depth for turn in work for depth in turn.copies) == copies

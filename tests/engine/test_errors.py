@@ -20,7 +20,7 @@ SAMPLING = [
     ({"temprature": 1.0}, "did you mean 'temperature'"),
     ({"interval": 0, "shallow_depth": 1}, "interval is 0; allowed: whole numbers from 1"),
     ({"shallow_depth": 2}, "shallow_depth is 2, but no interval is given; give interval=n too"),
-    ({"profile": "p"}, "unknown option of Sampling 'profile'"),
+    ({"profile": "p"}, "profile is 'p', which exit_policy None does not read"),
     ({"max_tokens": 0}, "max_tokens is 0; allowed: whole numbers from 1"),
     ({"max_tokens": 2.0}, "max_tokens is 2.0; allowed: whole numbers from 1"),
     ({"max_tokens": True}, "max_tokens is True"),

@@ -77,10 +77,12 @@ FAULTS = {
     "planes are finalised before the late round writes": Fault(
         LateRunner, "_advance", "h_Nd = self.model.segment(",
         "at = self.slots.map.at(slots_B * self.slots.map.table.shape[1] + start_B, (depth_B - 1).clamp(min=1));"
-        "self.fill.leave(self.slots.pool, at, (depth_B - 1).clamp(min=1)) if decode else None;"
+        "self.fill.leave(self.model, self.slots.pool, Early(at, (depth_B - 1).clamp(min=1), None, at, at, at))"
+        " if decode else None;"
         "h_Nd = self.model.segment(",
         exact, also=(LateRunner, "_leave",
-              "self.fill.leave(slots.pool, slots.map.at(places, depth), depth)", "pass"),
+              "self.fill.leave(self.model, slots.pool, Early(storage, depth, depths, early, position_L, h_Ld))",
+              "pass"),
     ),
     "a stale result is trusted by its id": Fault(
         LateScheduler, "update", "for sequence, read, row, leaves in result.outcomes:",

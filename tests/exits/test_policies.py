@@ -153,7 +153,7 @@ def test_every_so_many_tokens_think_to_the_end():
 
 
 def test_names():
-    assert known_policies() == NAMES
+    assert known_policies() == sorted([*NAMES, "confidence", "probe"])  # those of heads: tests/engine/test_heads.py
     assert isinstance(load_policy("tests.exits.test_policies:Own"), Own)
     assert type(load_policy("gate_cdf", gate_dtype="bfloat16")) is gate_cdf.ReleasedArithmetic
     assert type(load_policy("never", gate_dtype="bfloat16")) is never.Policy

@@ -1,0 +1,67 @@
+"""Exit heads and profiles for a checkpoint that is loaded: what `LLM(heads=, profile=)` means."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from anydepth.models.heads import ABOUT, load_heads
+from anydepth.models.llama import Llama
+from anydepth.models.load import Checkpoint, load_checkpoint
+from anydepth.profile import Profile
+
+PROFILES = "profiles"  # a folder beside the heads
+
+
+def load_with_heads(
+    name: str | Path, heads: str | Path | None, *, segments: int | Sequence[int] | None, **options: Any
+) -> tuple[Checkpoint, str | None]:
+    """`load_checkpoint`, and with `heads` a model that is read through them, whose segments end where they read unless
+    `segments` says more; the hash of the heads' file. ValueError for a looped model."""
+    if heads is None:
+        return load_checkpoint(name, segments=segments, **options), None
+    if segments is None:
+        segments = _exits(Path(heads).expanduser() / ABOUT)
+    try:
+        checkpoint = load_checkpoint(name, segments=segments, **options)
+    except ValueError as error:
+        raise ValueError(f"with the exit heads in {heads}: {error}") from error
+    model = checkpoint.model
+    assert isinstance(model, Llama), "segments= is refused for all others"
+    found = load_heads(
+        heads, model_hash=checkpoint.model_hash, shape=model.shape, dtype=model.dtype, device=model.device
+    )
+    model.attach(found)
+    return checkpoint, found.hash
+
+
+def _exits(about: Path) -> list[int]:
+    """The layers after which heads read. ValueError where there are none."""
+    try:
+        return sorted(map(int, json.loads(about.read_text(encoding="utf-8"))["exits"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"there are no exit heads in {about.parent} ({error}); make some: anydepth train heads"
+        ) from error
+
+
+def read_profiles(
+    names: str | Path | Sequence[str | Path],
+    heads: str | Path | None,
+    *,
+    model_hash: Callable[[], str],
+    head_hash: str | None,
+) -> list[Profile]:
+    """Profiles by path, or by name in the folder of the heads. ValueError for ones of another model or other heads."""
+    found = []
+    for name in [names] if isinstance(names, str | Path) else names:
+        path = Path(name).expanduser()
+        if path.suffix != ".toml" and heads is not None:
+            path = Path(heads).expanduser() / PROFILES / f"{name}.toml"
+        profile = Profile.read(path)
+        if profile.model_hash is not None or profile.head_hash is not None:
+            profile.check_hashes(model_hash=model_hash(), head_hash=head_hash)
+        found.append(profile)
+    return found

@@ -1,0 +1,204 @@
+"""Exit heads: what reads an inner depth of a frozen layered model, and the folder that keeps them.
+
+A head turns the state after segment k into logits over the whole vocabulary; a probe into one number, the logit of
+"this exit says what full depth would". Both belong to one backbone, whose hash they carry.
+
+| kind | logits | numbers, d hidden, V vocabulary |
+|---|---|---|
+| `norm` | own RMSNorm, then the model's own unembedding | d |
+| `low_rank` | own RMSNorm, x + (x a) b with a [d, r] and b [r, d], then the model's own unembedding | d (1 + 2 r) |
+| `shortlist` | own RMSNorm, then a column for each of the S tokens `ids` and one for "any other" | d (S + 2) + S |
+
+A shortlist head declines where "any other" is its largest logit: the row then goes on, whatever its policy says, unless
+it has reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from anydepth.models.base import Shape
+from anydepth.models.decoder import rms_norm
+from anydepth.ops.linear import linear
+from anydepth.record import read_versioned, write_atomically
+
+KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "ids")}
+PROBE = ("weight", "bias")
+FILE, ABOUT, VERSION = "heads.safetensors", "heads.json", 1
+
+
+@dataclass(frozen=True)
+class Head:
+    """One exit's readout: `tensors` by the names of its kind."""
+
+    kind: str
+    tensors: Mapping[str, Tensor]
+
+    def logits(self, h_Nd: Tensor, unembedding_dV: Tensor, eps: float) -> Tensor:
+        """[N, V]; -inf for tokens that a shortlist leaves out."""
+        x = rms_norm(h_Nd, self.tensors["norm"], eps)
+        if self.kind == "low_rank":
+            x = x + (x @ self.tensors["a"]) @ self.tensors["b"]
+        if self.kind != "shortlist":
+            return linear(x, unembedding_dV)
+        listed = (x @ self.tensors["table"])[:, :-1]
+        full = listed.new_full((len(x), unembedding_dV.shape[1]), float("-inf"))
+        return full.index_copy(1, self.tensors["ids"], listed)
+
+    def answers(self, h_Nd: Tensor, eps: float) -> Tensor | None:
+        """[N] bool, whether it may answer; None where it always may."""
+        if self.kind != "shortlist":
+            return None
+        scores = rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["table"]
+        return scores.argmax(-1) < scores.shape[1] - 1
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The logit of "this exit's token is full depth's": weight [d], bias [1]."""
+
+    weight: Tensor
+    bias: Tensor
+
+    def logit(self, h_Nd: Tensor) -> Tensor:
+        """[N], in the dtype of h."""
+        return h_Nd @ self.weight + self.bias
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitHeads:
+    """Heads and probes by the layer after which they read, of the backbone with `model_hash`. An exit may have either,
+    or both. `about` is what else heads.json says: how they were made."""
+
+    model_hash: str
+    heads: Mapping[int, Head]
+    probes: Mapping[int, Probe]
+    about: Mapping[str, Any]
+    hash: str | None = None  # of the file they were read from
+
+    @property
+    def exits(self) -> tuple[int, ...]:
+        """Layers after which there is a head or a probe, ascending."""
+        return tuple(sorted({*self.heads, *self.probes}))
+
+    def save(self, folder: str | Path) -> Path:
+        """Write heads.safetensors and heads.json; what lies there of earlier ones is replaced."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {f"exit.{n}.head.{name}": t for n, head in self.heads.items() for name, t in head.tensors.items()}
+        for n, probe in self.probes.items():
+            tensors |= {f"exit.{n}.probe.weight": probe.weight, f"exit.{n}.probe.bias": probe.bias}
+        whole = folder / f"{FILE}.new"
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, whole)
+        whole.replace(folder / FILE)
+        content = {
+            "version": VERSION,
+            "model_hash": self.model_hash,
+            "exits": {str(n): self.heads[n].kind if n in self.heads else None for n in self.exits},
+            "sha256": file_hash(folder / FILE),
+            **self.about,
+        }
+        write_atomically(folder / ABOUT, json.dumps(content, indent=1).encode() + b"\n")
+        return folder
+
+
+def load_heads(
+    folder: str | Path, *, model_hash: str, shape: Shape, dtype: torch.dtype, device: torch.device
+) -> ExitHeads:
+    """Heads that were saved, for a backbone. ValueError for ones of another backbone, of another width or vocabulary,
+    for exits that are no layer of it, and for files that are missing, corrupt or not as they were written."""
+    folder = Path(folder).expanduser()
+    if not (folder / ABOUT).is_file() or not (folder / FILE).is_file():
+        raise ValueError(
+            f"there are no exit heads in {folder} ({ABOUT} and {FILE}); make some with: anydepth train heads"
+        )
+    about = read_versioned(folder / ABOUT, what="no description of exit heads", version=VERSION, advice="")
+    if about["model_hash"] != model_hash:
+        raise ValueError(
+            f"{folder}: these heads were made for the backbone {about['model_hash'][:16]}, this one is "
+            f"{model_hash[:16]}; heads belong to one backbone, train some for this one"
+        )
+    found = file_hash(folder / FILE)
+    if found != about["sha256"]:
+        raise ValueError(f"{folder / FILE} is not the file that {ABOUT} describes (its sha256 differs); get both again")
+    tensors = _read(folder / FILE, dtype, device)
+    heads, probes = dict[int, Head](), dict[int, Probe]()
+    for layer, kind in ((int(n), kind) for n, kind in about["exits"].items()):
+        if not 1 <= layer < shape.layers:
+            raise ValueError(f"{folder}: exit after layer {layer}; allowed: 1 .. {shape.layers - 1}, inner layers")
+        own = {name: tensors.pop(f"exit.{layer}.head.{name}", None) for name in KINDS.get(kind, ())}
+        if kind is not None:
+            heads[layer] = Head(kind, _checked(folder, layer, kind, own, shape))
+        weight, bias = (tensors.pop(f"exit.{layer}.probe.{name}", None) for name in PROBE)
+        if weight is not None and bias is not None:
+            if weight.shape != (shape.hidden,) or bias.shape != (1,):
+                raise ValueError(f"{folder}: the probe after layer {layer} is not for states of {shape.hidden} numbers")
+            probes[layer] = Probe(weight, bias)
+    if tensors:
+        raise ValueError(f"{folder / FILE} holds what {ABOUT} does not name: {', '.join(sorted(tensors)[:3])}")
+    rest = {key: value for key, value in about.items() if key not in ("version", "model_hash", "exits", "sha256")}
+    return ExitHeads(model_hash=model_hash, heads=heads, probes=probes, about=rest, hash=found)
+
+
+def _checked(
+    folder: Path, layer: int, kind: str, tensors: Mapping[str, Tensor | None], shape: Shape
+) -> dict[str, Tensor]:
+    """The tensors of a head, if they are those of its kind and fit the backbone."""
+    if kind not in KINDS:
+        raise ValueError(f"{folder}: head of kind {kind!r} after layer {layer}; allowed: {', '.join(KINDS)}")
+    there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    if missing := sorted(tensors.keys() - there.keys()):
+        raise ValueError(f"{folder}: the {kind} head after layer {layer} lacks {', '.join(missing)}")
+    hidden, ids = shape.hidden, there.get("ids")
+    rank = there["a"].shape[-1] if "a" in there else 0
+    wanted = {"norm": (hidden,), "a": (hidden, rank), "b": (rank, hidden)}
+    if ids is not None:
+        wanted |= {"ids": (len(ids),), "table": (hidden, len(ids) + 1)}
+        if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= shape.vocab or len(ids.unique()) < len(ids):
+            raise ValueError(
+                f"{folder}: the head after layer {layer} lists tokens that are not those of the vocabulary"
+            )
+    for name, tensor in there.items():
+        if tuple(tensor.shape) != wanted[name]:
+            raise ValueError(
+                f"{folder}: {name} of the {kind} head after layer {layer} is {tuple(tensor.shape)}, for this backbone "
+                f"it is {wanted[name]}"
+            )
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            raise ValueError(f"{folder}: {name} of the head after layer {layer} has numbers that are not finite")
+    return there
+
+
+def _read(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or no safetensors file ({error}); get it again") from error
+    return {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in read.items()}
+
+
+def file_hash(path: Path) -> str:
+    """sha256 (hex) of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def exit_segments(heads: ExitHeads, exits: Sequence[int]) -> dict[int, int]:
+    """Layer -> segment of every exit that heads have; ValueError where the model is not split there."""
+    missing = [layer for layer in heads.exits if layer not in exits]
+    if missing:
+        raise ValueError(
+            f"the heads read after layers {list(heads.exits)}, but the segments end after {list(exits)}; "
+            f"give segments={[*heads.exits, exits[-1]]}"
+        )
+    return {layer: 1 + list(exits).index(layer) for layer in heads.exits}

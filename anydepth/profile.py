@@ -1,0 +1,107 @@
+"""A profile: named thresholds of the policies `confidence` and `probe`, one set an exit. Imports no torch.
+
+name = "careful"
+model_hash = "..."            # of the backbone, and
+head_hash = "..."             # of heads.safetensors; leave both out for a profile that is only an example
+gate_temperature = 2.0        # of the entropy test
+[[exit]]
+layer = 4
+logit = 5.1093                # least largest logit
+margin = 0.1577               # least lead of the largest over the second
+entropy = 11.3805             # most entropy, in nats
+probe = 0.9                   # least probability of the probe
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from anydepth.types import unknown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """Thresholds of one exit; None: not given. `layer` is the one after which it reads."""
+
+    layer: int
+    logit: float | None = None
+    margin: float | None = None
+    entropy: float | None = None
+    probe: float | None = None
+
+    @property
+    def has_confidence(self) -> bool:
+        return None not in (self.logit, self.margin, self.entropy)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """What a profile's file says."""
+
+    name: str
+    exits: tuple[Exit, ...]
+    gate_temperature: float = 1.0
+    model_hash: str | None = None
+    head_hash: str | None = None
+
+    @classmethod
+    def read(cls, path: str | Path) -> Profile:
+        """From a TOML file. ValueError, naming the file, for what is missing, unknown or no number."""
+        path = Path(path).expanduser()
+        try:
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ValueError(f"{path} is no profile ({error}); give a TOML file as docs/heads.md shows it") from error
+        content.setdefault("name", path.stem)
+        _known(path, content, [*(f.name for f in fields(cls) if f.name != "exits"), "exit"])
+        exits = content.pop("exit", [])
+        if not isinstance(exits, list) or not exits:
+            raise ValueError(f"{path} has no [[exit]]; a profile has one for every exit that may be taken")
+        for each in exits:
+            _known(path, each, [f.name for f in fields(Exit)])
+            for key, value in each.items():
+                _number(path, key, value)
+        read = tuple(sorted((Exit(**each) for each in exits), key=lambda each: each.layer))
+        if len({each.layer for each in read}) < len(read):
+            raise ValueError(f"{path} has two [[exit]] of one layer; give each layer once")
+        _number(path, "gate_temperature", content.get("gate_temperature", 1.0))
+        if content.get("gate_temperature", 1.0) <= 0:
+            raise ValueError(f"{path}: gate_temperature is {content['gate_temperature']}; allowed: numbers above 0")
+        return cls(exits=read, **content)
+
+    def check_hashes(self, *, model_hash: str, head_hash: str | None) -> None:
+        """ValueError where it is for another model or other heads."""
+        for what, mine, given in (("model", self.model_hash, model_hash), ("heads", self.head_hash, head_hash)):
+            if mine is not None and mine != given:
+                raise ValueError(
+                    f"profile {self.name!r} was made for {what} {mine[:16]}, this engine has {str(given)[:16]}; "
+                    f"calibrate one for these"
+                )
+
+    def check_exits(self, exits: Sequence[int]) -> None:
+        """ValueError for an exit after a layer after which no segment ends."""
+        if missing := [each.layer for each in self.exits if each.layer not in exits]:
+            raise ValueError(
+                f"profile {self.name!r} has exits after layers {missing}, but the model's segments end after "
+                f"{list(exits)}; give segments= or heads= that end there"
+            )
+
+
+def _known(path: Path, content: Any, names: Sequence[str]) -> None:
+    for name in content:
+        if name not in names:
+            raise ValueError(f"{path}: {unknown('key', str(name), names)}")
+
+
+def _number(path: Path, key: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{path}: {key} is {value!r}; allowed: numbers")
+    if key == "layer" and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"{path}: layer is {value!r}; allowed: whole numbers from 1")
+    if key == "probe" and not 0 <= value <= 1:
+        raise ValueError(f"{path}: probe is {value!r}; allowed: probabilities, 0 to 1")

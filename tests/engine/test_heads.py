@@ -1,0 +1,298 @@
+"""Exit heads, probes and profiles in the engine, against dense states of the reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from anydepth import LLM
+from anydepth.engine.engine import Engine
+from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
+from anydepth.profile import Exit, Profile
+from anydepth.types import Sampling
+from tests.helpers import drain, poison, twins
+from tests.random_nano import write_random_nano
+
+EXITS, SIZES = (1, 2, 4), {"hidden_size": 32, "vocab_size": 61}
+
+
+def random_heads(kind: str, seed: int = 0, *, exits: tuple[int, ...] = EXITS[:-1]) -> ExitHeads:
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.randn(*size, generator=draw, dtype=torch.float64) * scale
+
+    def head() -> Head:
+        tensors = {"norm": 1 + normal(32, scale=0.1)}
+        if kind == "low_rank":
+            tensors |= {"a": normal(32, 4, scale=0.3), "b": normal(4, 32, scale=0.5)}
+        if kind == "shortlist":
+            tensors |= {"ids": torch.randperm(61, generator=draw)[:20], "table": normal(32, 21, scale=0.3)}
+        return Head(kind, tensors)
+
+    probes = {layer: Probe(normal(32, scale=0.3), normal(1, scale=0.1)) for layer in exits}
+    return ExitHeads(model_hash="m", heads={layer: head() for layer in exits}, probes=probes, about={})
+
+
+def with_heads(kind: str, seed: int = 3) -> tuple[Any, Any, ExitHeads]:
+    model, reference = twins("layered", seed=seed, segments=EXITS)
+    heads = random_heads(kind)
+    model.attach(heads)
+    return model, reference, heads
+
+
+def dense_logits(reference: Any, heads: ExitHeads, depth: int, h: torch.Tensor) -> torch.Tensor:
+    """From the definitions: RMSNorm by hand, then what the kind says."""
+    layer = EXITS[depth - 1]
+    if layer not in heads.heads:
+        return reference.readout(h)
+    head = heads.heads[layer]
+    x = h / (h.pow(2).mean() + reference.config["rms_norm_eps"]).sqrt() * head.tensors["norm"]
+    if head.kind == "low_rank":
+        x = x + x @ head.tensors["a"] @ head.tensors["b"]
+    if head.kind != "shortlist":
+        return reference.weights["lm_head.weight"] @ x
+    full = torch.full((61,), -torch.inf, dtype=h.dtype)
+    full[head.tensors["ids"]] = (x @ head.tensors["table"])[:-1]
+    return full
+
+
+def declines(reference: Any, heads: ExitHeads, depth: int, h: torch.Tensor) -> bool:
+    head = heads.heads.get(EXITS[depth - 1])
+    if head is None or head.kind != "shortlist":
+        return False
+    x = h / (h.pow(2).mean() + reference.config["rms_norm_eps"]).sqrt() * head.tensors["norm"]
+    return int((x @ head.tensors["table"]).argmax()) == 20
+
+
+def wanted_depth(policy: str, profile: Profile, reference: Any, heads: ExitHeads, states: list[torch.Tensor]) -> int:
+    for depth, layer in enumerate(EXITS[:-1], start=1):
+        h, exit = states[depth - 1][-1], next(e for e in profile.exits if e.layer == layer)
+        if declines(reference, heads, depth, h):
+            continue
+        if policy == "probe":
+            logit = h @ heads.probes[layer].weight + heads.probes[layer].bias[0]
+            if float(logit.sigmoid()) >= exit.probe:
+                return depth
+            continue
+        logits = dense_logits(reference, heads, depth, h)
+        first, second = logits.topk(2).values.tolist()
+        chances = (logits / profile.gate_temperature).softmax(-1)
+        entropy = -sum(p * float(torch.tensor(p).log()) for p in chances.tolist() if p > 0)
+        if first >= exit.logit and first - second >= exit.margin and entropy <= exit.entropy:
+            return depth
+    return len(EXITS)
+
+
+PROFILE = Profile(
+    name="p",
+    gate_temperature=1.5,
+    exits=(
+        Exit(layer=1, logit=1.0, margin=0.3, entropy=3.5, probe=0.6),
+        Exit(layer=2, logit=0.5, margin=0.2, entropy=3.8, probe=0.5),
+    ),
+)
+
+
+@pytest.mark.parametrize("signals", ["sync", "exact"])
+@pytest.mark.parametrize("policy", ["confidence", "probe"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_leave_where_the_dense_states_say(kind, policy, signals):
+    """Under `full`, so that the dense pass over prompt and outputs has the states; greedy tokens are the heads'."""
+    model, reference, heads = with_heads(kind)
+    engine = poison(Engine(model, fill="full", page_size=4, max_batch=3, profiles=[PROFILE], signals=signals))
+    ask = Sampling(max_tokens=10, exit_policy=policy, profile="p")
+    prompts = [Random(n).choices(range(61), k=3 + 4 * n) for n in range(3)]
+    requests = [engine.prepare(prompt, ask) for prompt in prompts]
+    outputs, depths = drain(engine, requests), set()
+    for request in requests:
+        output = outputs[request.id]
+        for n in range(1, len(output.token_ids)):
+            states, _ = reference.dense([*output.prompt_ids, *output.token_ids[:n]])
+            depth = wanted_depth(policy, PROFILE, reference, heads, states)
+            logits = dense_logits(reference, heads, depth, states[depth - 1][-1])
+            assert (output.depths[n], output.token_ids[n]) == (depth, int(logits.argmax()))
+            depths.add(depth)
+    assert len(depths) > 1, "this model says nothing about the policy"
+
+
+@pytest.mark.parametrize("fill", ["project", "deferred", "full"])
+def test_a_batch_of_mixed_exits_is_each_alone(fill):
+    model, _, _ = with_heads("low_rank")
+    asks = [
+        Sampling(max_tokens=9, exit_policy="confidence"),
+        Sampling(max_tokens=9, exit_policy="probe"),
+        Sampling(max_tokens=9, depth=1),
+        Sampling(max_tokens=9),
+    ]
+    prompts = [Random(n).choices(range(61), k=4 + n) for n in range(4)]
+
+    def answers(several: bool) -> list[Any]:
+        found = []
+        for group in [range(4)] if several else [[n] for n in range(4)]:
+            engine = Engine(model, fill=fill, profiles=[PROFILE], page_size=4)
+            requests = [engine.prepare(prompts[n], asks[n], id=str(n)) for n in group]
+            outputs = drain(engine, requests)
+            found += [(outputs[str(n)].token_ids, outputs[str(n)].depths) for n in group]
+        return found
+
+    assert answers(several=True) == answers(several=False)
+
+
+def test_deferred_reads_as_full_does():
+    model, _, _ = with_heads("low_rank")
+    ask = Sampling(max_tokens=12, exit_policy="confidence")
+    outputs = []
+    for fill in ("full", "deferred"):
+        engine = Engine(model, fill=fill, profiles=[PROFILE])
+        outputs.append(next(iter(drain(engine, [engine.prepare([5, 9, 13], ask)]).values())))
+    assert outputs[0].token_ids == outputs[1].token_ids and outputs[0].depths == outputs[1].depths
+    assert outputs[1].usage.segments_executed <= outputs[0].usage.segments_executed
+
+
+def test_an_idle_test_is_told_from_one_that_decides():
+    """With T = 2 and an entropy limit near ln V the entropy test keeps nobody."""
+    model, _, _ = with_heads("norm")
+    idle = Profile(
+        name="idle",
+        gate_temperature=2.0,
+        exits=tuple(Exit(layer=layer, logit=0.0, margin=1.0, entropy=4.2) for layer in EXITS[:-1]),
+    )
+    engine = Engine(model, fill="project", profiles=[idle])
+    drain(engine, [engine.prepare([n, 7, 9], Sampling(max_tokens=10, exit_policy="confidence")) for n in range(4)])
+    stats = engine.stats()
+    assert stats["stayed"] > 0 and stats["stayed_by_margin"] > 0 and stats["stayed_by_entropy"] == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_come_back_from_their_folder(kind, tmp_path):
+    model, _, heads = with_heads(kind)
+    heads.save(tmp_path)
+    options = {"shape": model.shape, "dtype": torch.float64, "device": torch.device("cpu")}
+    read = load_heads(tmp_path, model_hash="m", **options)
+    assert read.exits == heads.exits and read.hash is not None
+    for layer in heads.exits:
+        before, after = heads.heads[layer], read.heads[layer]
+        assert before.kind == after.kind and before.tensors.keys() == after.tensors.keys()
+        assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+        assert torch.equal(heads.probes[layer].weight, read.probes[layer].weight)
+        assert torch.equal(heads.probes[layer].bias, read.probes[layer].bias)
+    with pytest.raises(ValueError, match="heads belong to one backbone"):
+        load_heads(tmp_path, model_hash="another", **options)
+    (tmp_path / "heads.safetensors").write_bytes(b"no")
+    with pytest.raises(ValueError, match="is not the file that heads"):
+        load_heads(tmp_path, model_hash="m", **options)
+    with pytest.raises(ValueError, match="there are no exit heads"):
+        load_heads(tmp_path / "nowhere", model_hash="m", **options)
+
+
+REFUSED = [
+    ({"exit_policy": "confidence", "profile": "nobody"}, "loaded: \\['p'\\]"),
+    ({"exit_policy": "gate_cdf", "profile": "p"}, "exit_policy 'gate_cdf' does not read"),
+    ({"profile": "p"}, "give exit_policy='confidence' or 'probe'"),
+]
+
+
+@pytest.mark.parametrize("settings, message", REFUSED)
+def test_a_profile_that_cannot_be_used_is_refused(settings, message):
+    model, _, _ = with_heads("norm")
+    with pytest.raises(ValueError, match=message):
+        Engine(model, profiles=[PROFILE]).prepare([1, 2], Sampling(**settings))
+
+
+def test_a_profile_of_exits_that_are_none_is_refused():
+    model, _, _ = with_heads("norm")
+    with pytest.raises(ValueError, match="exits after layers \\[3\\]"):
+        Engine(model, profiles=[Profile(name="x", exits=(Exit(layer=3, probe=0.5),))])
+    bare, _ = twins("layered", segments=EXITS)
+    with pytest.raises(ValueError, match="asks probes at depths \\[1, 2\\]"):
+        Engine(bare, profiles=[PROFILE]).prepare([1, 2], Sampling(exit_policy="probe"))
+
+
+def test_the_published_profile_reads():
+    path = Path(__file__).parents[2] / "examples/profiles/llama-3.1-8b-dolly.toml"
+    profile = Profile.read(path)
+    assert [exit.layer for exit in profile.exits] == list(range(4, 29, 4)) and profile.gate_temperature == 2.0
+    assert profile.exits[0].logit == 5.1093 and profile.exits[-1].margin == 1.0184
+
+
+BAD = [
+    ("name = 'x'\n", "has no \\[\\[exit\\]\\]"),
+    ("[[exit]]\nlayer = 0\n", "layer is 0; allowed: whole numbers from 1"),
+    ("[[exit]]\nlayer = 4\nlogits = 3\n", "did you mean 'logit'"),
+    ("[[exit]]\nlayer = 4\nprobe = 1.5\n", "probabilities"),
+    ("gate_temperature = 0\n[[exit]]\nlayer = 4\n", "numbers above 0"),
+    ("[[exit]]\nlayer = 4\n[[exit]]\nlayer = 4\n", "two \\[\\[exit\\]\\]"),
+]
+
+
+@pytest.mark.parametrize("text, message", BAD)
+def test_a_profile_that_is_wrong_says_so(text, message, tmp_path):
+    path = tmp_path / "p.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        Profile.read(path)
+
+
+def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
+    """Of rows that leave by their logits, the head runs once; below min_depth, and of a probe, it does not run."""
+    model, _, _ = with_heads("low_rank")
+    read, readout = [], model.readout
+
+    def counted(k, h):
+        read.append((k, len(h)))
+        return readout(k, h)
+
+    monkeypatch.setattr(model, "readout", counted)
+    for settings in (
+        {"exit_policy": "confidence"},
+        {"exit_policy": "confidence", "min_depth": 2},
+        {"exit_policy": "probe"},
+    ):
+        read.clear()
+        engine = Engine(model, fill="project", profiles=[PROFILE])
+        (output,) = drain(engine, [engine.prepare([5, 9, 13], Sampling(max_tokens=12, **settings))]).values()
+        inner = sum(rows for k, rows in read if k < 3)
+        if settings["exit_policy"] == "probe":
+            assert inner == sum(depth < 3 for depth in output.depths)
+        else:
+            asked = range(settings.get("min_depth", 1), 3)
+            assert inner == sum(k <= depth for depth in output.depths[1:] for k in asked)
+
+
+def test_an_llm_takes_heads_and_profiles(tmp_path):
+    folder = write_random_nano(tmp_path / "model", kind="layered", seed=0)
+    plain = LLM(folder)
+    hash, shape = plain.checkpoint.model_hash, plain.checkpoint.model.shape
+    draw = torch.Generator().manual_seed(0)
+    head = Head("norm", {"norm": torch.ones(shape.hidden)})
+    probe = Probe(torch.randn(shape.hidden, generator=draw), torch.zeros(1))
+    ExitHeads(model_hash=hash, heads={1: head}, probes={1: probe}, about={"seed": 0}).save(tmp_path / "heads")
+    (tmp_path / "heads/profiles").mkdir()
+    text = f"model_hash = '{hash}'\n[[exit]]\nlayer = 1\nprobe = 0.5\nlogit = -99\nmargin = 0\nentropy = 99\n"
+    (tmp_path / "heads/profiles/eager.toml").write_text(text)
+    (tmp_path / "other.toml").write_text(text.replace(hash, "0" * 64))
+    options = {"heads": tmp_path / "heads", "fill": "project"}
+    llm = LLM(folder, profile="eager", **options)
+    assert llm.stats()["segments"] == 2
+    prompt = [3, 4, 5]
+    assert (
+        llm.generate([prompt], Sampling(max_tokens=8))[0].token_ids
+        == plain.generate([prompt], Sampling(max_tokens=8))[0].token_ids
+    )
+    (sure,) = llm.generate([prompt], Sampling(max_tokens=8, exit_policy="confidence", ignore_eos=True))
+    assert set(sure.depths[1:]) == {1}
+    (probed,) = llm.generate([prompt], Sampling(max_tokens=20, exit_policy="probe", profile="eager", ignore_eos=True))
+    assert set(probed.depths) == {1, 2}
+    with pytest.raises(ValueError, match="train heads for the result"):
+        llm.update_weights(folder)
+    with pytest.raises(ValueError, match="was made for model 0000000000000000"):
+        LLM(folder, profile=tmp_path / "other.toml", **options)
+    with pytest.raises(ValueError, match=r"with the exit heads in .* its loops"):
+        LLM("nano", heads=tmp_path / "heads")
+    with pytest.raises(ValueError, match="there are no exit heads in"):
+        LLM(folder, heads=tmp_path / "nowhere")
