@@ -27,7 +27,7 @@ N = Annotated[int, typer.Option("--n", help="Answers per prompt.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be repeated.")]
 StopTokenId = Annotated[list[int] | None, typer.Option(help="Stop id; may be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the end-of-text token.")]
-ExitPolicy = Annotated[str | None, typer.Option(help="never, fixed, interval, gate_cdf or trace.")]
+ExitPolicy = Annotated[str | None, typer.Option(help="never, fixed, interval, gate_cdf, confidence, probe or trace.")]
 ExitThreshold = Annotated[float, typer.Option(help="Below 1: leave when the gate's probability reaches it.")]
 MinDepth = Annotated[int, typer.Option(help="Never leave before this segment.")]
 MaxDepth = Annotated[int | None, typer.Option(help="Always leave at this segment.")]
@@ -50,6 +50,11 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0, ...")]
 GateDtype = Annotated[str, typer.Option(help="bfloat16 repeats the released exit arithmetic.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 CertificateFile = Annotated[Path | None, typer.Option(help="Of `anydepth calibrate`: answer by its setting.")]
+Heads = Annotated[Path | None, typer.Option(help="Layered models: a folder of exit heads.")]
+ProfileNames = Annotated[
+    list[str] | None,
+    typer.Option("--profile", help="Thresholds of confidence and probe: a .toml, or a name beside the heads; repeat."),
+]
 MaxBatch = Annotated[int, typer.Option(help="Answers under way at a time.")]
 PendingPositions = Annotated[int | None, typer.Option(help="Positions of an answer that may wait under deferred: 256.")]
 BatchInvariant = Annotated[
@@ -67,6 +72,7 @@ LLM_OPTIONS = (
     "gate_dtype",
     "revision",
     "certificate",
+    "heads",
     "max_batch",
     "pending_positions",
     "batch_invariant",
@@ -86,7 +92,7 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
 
 def llm_options(params: Mapping[str, Any]) -> dict[str, Any]:
     """The options of LLM that a command was given or has by default."""
-    return {name: params[name] for name in LLM_OPTIONS}
+    return {name: params[name] for name in LLM_OPTIONS} | {"profile": params["profile_names"] or ()}
 
 
 def passed(context: typer.Context) -> dict[str, Any]:
