@@ -221,7 +221,8 @@ class Shape:
     vocab: int
     max_positions: int
     has_gate: bool
-    probed: frozenset[int] = frozenset()  # segments after which there is a probe
+    headed: frozenset[int] = frozenset()  # segments after which there is an exit head,
+    probed: frozenset[int] = frozenset()  # and those after which there is a probe
 
     @property
     def layers(self) -> int:

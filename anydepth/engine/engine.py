@@ -19,7 +19,6 @@ from anydepth.engine.submission import Submission, default_submission
 from anydepth.exits.base import Policy, Thresholds, known_profiles
 from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
-from anydepth.models.llama import Llama
 from anydepth.models.update import NewWeights, Source
 from anydepth.ops.fill import load_fill
 from anydepth.profile import Profile
@@ -266,7 +265,7 @@ class Engine:
                 "this engine keeps to a certificate, which is for the weights it was made with; load the model without "
                 "it to exchange them, and calibrate the result"
             )
-        if isinstance(self.model, Llama) and (self.model.heads or self.model.probes):
+        if self.model.shape.headed or self.model.shape.probed:
             raise ValueError(
                 "this model has exit heads, which were made for its weights; load it without heads= to exchange them, "
                 "and train heads for the result"

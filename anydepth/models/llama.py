@@ -71,7 +71,7 @@ class Llama(Decoder):
         segment = exit_segments(heads, [layers.stop for layers in self.shape.segment_layers])
         self.heads = {segment[layer]: head for layer, head in heads.heads.items()}
         self.probes = {segment[layer]: probe for layer, probe in heads.probes.items()}
-        self.shape = replace(self.shape, probed=frozenset(self.probes))
+        self.shape = replace(self.shape, headed=frozenset(self.heads), probed=frozenset(self.probes))
 
     def signal(self, k: int, h_Nd: Tensor) -> Tensor:
         """The probe's logits at depth k, [N]."""
