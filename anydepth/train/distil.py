@@ -1,0 +1,251 @@
+"""What a head learns at one exit: the full-depth model's distribution (Hinton, Vinyals and Dean 2015, forward KL), and,
+by its probe, whether this exit says what full depth would.
+
+A head's loss at a position is  T^2 KL(p || q) + ce_weight CE,  p and q being teacher and head at temperature T and CE
+the cross-entropy of the data's own next token. Its gradient in the logits is known, T (q - p) + ce_weight (q_1 - 1),
+so logits are made, used and forgotten some rows at a time: the graph that autograd would keep of five vocabularies is
+ten times the model, and on CPUs the products are faster without it.
+
+Shape suffixes: A positions, n of them at a time, d hidden size, V vocabulary, C columns of a head (V, or S listed
+tokens and "any other"), E exits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from anydepth.models.decoder import rms_norm
+from anydepth.models.heads import Head, Probe
+from anydepth.models.llama import Llama
+from anydepth.ops.linear import linear
+
+_CHUNK_BYTES = {"cpu": 24 << 20, "cuda": 1 << 30}  # on CPUs: cache, and what malloc keeps instead of returning
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What of the loss can be chosen."""
+
+    temperature: float = 1.0
+    ce_weight: float = 0.0
+
+
+class TrainedHead:
+    """Head and probe of one exit, in float32 or wider. The probe learns on states brought to mean 0 and deviation 1 a
+    number, which `probe()` takes back: raw states differ a thousandfold in scale."""
+
+    def __init__(self, kind: str, tensors: dict[str, Tensor], hidden: int) -> None:
+        self.kind, self.tensors = kind, tensors
+        like = tensors["norm"]
+        self.probe_weight, self.probe_bias = like.new_zeros(hidden), like.new_zeros(1)
+        self.mean, self.scale = like.new_zeros(hidden), like.new_ones(hidden)
+        for tensor in self.parameters():
+            tensor.requires_grad_()
+
+    @classmethod
+    def new(cls, kind: str, model: Llama, *, rank: int, ids: Tensor | None, generator: torch.Generator) -> TrainedHead:
+        """One that reads as the model's own final norm and unembedding do (a shortlist: of the tokens `ids`)."""
+        wide = torch.promote_types(model.dtype, torch.float32)
+        norm, d = model.norm.to(wide, copy=True), model.shape.hidden
+        tensors = {"norm": norm}
+        if kind == "low_rank":
+            a = torch.randn(d, rank, generator=generator, dtype=wide) * d**-0.5
+            tensors |= {"a": a.to(norm.device), "b": norm.new_zeros(rank, d)}
+        if kind == "shortlist":
+            assert ids is not None
+            ids = ids.to(norm.device)
+            listed = model.head.index_select(1, ids).to(wide)
+            tensors |= {"table": torch.cat((listed, norm.new_zeros(d, 1)), 1), "ids": ids}
+        return cls(kind, tensors, d)
+
+    def parameters(self) -> list[Tensor]:
+        """What is trained, in one fixed order."""
+        own = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
+        return [*own, self.probe_weight, self.probe_bias]
+
+    def standardise(self, h_Ad: Tensor) -> None:
+        """Take mean and deviation of the probe's states from these."""
+        deviation, mean = torch.std_mean(h_Ad.to(self.mean), 0, correction=0)
+        self.mean.copy_(mean)
+        self.scale.copy_(deviation.clamp(min=1e-6 * float(deviation.max()) + 1e-30))
+
+    def features(self, h_Ad: Tensor, eps: float) -> Tensor:
+        """What the columns multiply, [A, d]."""
+        x = rms_norm(h_Ad, self.tensors["norm"], eps)
+        return x + (x @ self.tensors["a"]) @ self.tensors["b"] if self.kind == "low_rank" else x
+
+    def probe_logits(self, h_Ad: Tensor) -> Tensor:
+        """[A]."""
+        return ((h_Ad - self.mean) / self.scale) @ self.probe_weight + self.probe_bias
+
+    def head(self) -> Head:
+        """As it is now, to read with or to save."""
+        return Head(self.kind, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+
+    def probe(self) -> Probe:
+        """As it is now, for raw states."""
+        weight = self.probe_weight.detach().double() / self.scale.double()
+        bias = self.probe_bias.detach().double() - (weight * self.mean.double()).sum()
+        return Probe(weight.to(self.probe_weight.dtype), bias.to(self.probe_bias.dtype))
+
+    def flops(self, model: Llama) -> float:
+        """A position's, forward and backward: no gradient of the model's own unembedding, one of a shortlist's."""
+        d = model.shape.hidden
+        product = 2.0 * d
+        if self.kind == "shortlist":
+            return 3 * product * self.tensors["table"].shape[1] + 2 * product
+        rank = self.tensors["a"].shape[1] if self.kind == "low_rank" else 0
+        return 2 * product * model.shape.vocab + 3 * 2 * product * rank + 2 * product
+
+
+MEASURED = ("kl", "ce", "bce", "agreement", "answers", "probe_accuracy")
+
+
+class Sums(NamedTuple):
+    """Sums over the positions seen, one row for each name in MEASURED, [6, E] in float64: losses (bce is the probe's),
+    and how many rows the head says as full depth does, may answer, and its probe judges rightly. Beside them what the
+    probes say, and which rows agree."""
+
+    total_6E: Tensor
+    probe_AE: Tensor
+    agrees_AE: Tensor
+
+
+class _Teacher(NamedTuple):
+    """What full depth says at n rows: probabilities at T, their summed p log p, and the likeliest token."""
+
+    p_nV: Tensor
+    negentropy_n: Tensor
+    top_n: Tensor
+
+
+def distil(
+    heads: Sequence[TrainedHead],
+    model: Llama,
+    states: Sequence[Tensor],
+    targets_A: Tensor,
+    *,
+    goal: Goal,
+    weights: Sequence[float],
+    share: float | None,
+) -> Sums:
+    """Losses of all heads on the states of their exits; the last state is full depth's.
+
+    `share`: what one position counts in the loss that is differentiated, whose gradients are added to the parameters'
+    `.grad`. None: no gradients. The frozen model gets none either way.
+    """
+    wide = heads[0].mean.dtype
+    with torch.set_grad_enabled(share is not None):
+        wide_states = [h.to(wide) for h in states[:-1]]
+        x = [head.features(h, model.eps) for head, h in zip(heads, wide_states, strict=True)]
+        probes = [head.probe_logits(h) for head, h in zip(heads, wide_states, strict=True)]
+    dx = [torch.zeros_like(each) for each in x] if share is not None else []
+    positions, vocab = len(targets_A), model.shape.vocab
+    sums = torch.zeros(6, len(heads), dtype=torch.float64, device=targets_A.device)
+    agrees = torch.empty(len(heads), positions, dtype=torch.bool, device=targets_A.device)
+    size = max(16, _CHUNK_BYTES.get(targets_A.device.type, 1 << 28) // (vocab * x[0].element_size()))
+    columns = [_column_of(head, vocab) for head in heads]
+    with torch.no_grad():
+        for start in range(0, positions, size):
+            rows = slice(start, min(start + size, positions))
+            teacher = _teach(model, states[-1][rows], goal.temperature, wide)
+            for e, head in enumerate(heads):
+                matrix = head.tensors.get("table", model.head)
+                z_nC = linear(x[e][rows].to(matrix.dtype), matrix).to(wide)
+                measured, agrees[e, rows], dz_nC = _columns(
+                    head, z_nC, teacher, targets_A[rows], columns[e], goal, gradient=share is not None
+                )
+                sums[[0, 1, 3, 4], e] += measured
+                if share is None:
+                    continue
+                dz_nC, counts = dz_nC.to(matrix.dtype), share * weights[e]
+                dx[e][rows] = linear(dz_nC, matrix.t()).to(wide) * counts
+                if head.kind == "shortlist":
+                    change = linear((x[e][rows] * counts).t().contiguous(), dz_nC)
+                    matrix.grad = change if matrix.grad is None else matrix.grad.add_(change)
+    for e, logits_A in enumerate(probes):
+        with torch.set_grad_enabled(share is not None):
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits_A, agrees[e].to(wide), reduction="sum")
+        sums[2, e] = loss.detach()
+        sums[5, e] = ((logits_A.detach() > 0) == agrees[e]).sum()
+        if share is not None:
+            torch.autograd.backward([x[e], loss * share], [dx[e], None])
+    return Sums(sums, torch.stack(probes, 1).detach(), agrees.t())
+
+
+def _column_of(head: TrainedHead, vocab: int) -> Tensor | None:
+    """[V]: the column of every token, "any other"'s for those that a shortlist leaves out; None: its own."""
+    if head.kind != "shortlist":
+        return None
+    ids = head.tensors["ids"]
+    columns = torch.full((vocab,), len(ids), device=ids.device)
+    return columns.index_copy(0, ids, torch.arange(len(ids), device=ids.device))
+
+
+def _teach(model: Llama, h_nd: Tensor, temperature: float, wide: torch.dtype) -> _Teacher:
+    z_nV = model.readout(model.shape.segments, h_nd).to(wide)
+    top_n = z_nV.argmax(-1)
+    if temperature != 1:
+        z_nV = z_nV / temperature
+    p_nV = torch.softmax(z_nV, -1)
+    return _Teacher(p_nV, torch.linalg.vecdot(p_nV, z_nV) - _log_normaliser(z_nV.amax(-1), p_nV), top_n)
+
+
+def _log_normaliser(top_n: Tensor, p_nC: Tensor) -> Tensor:
+    """log sum exp of the logits whose largest is `top` and whose softmax is `p`, without more exponentials."""
+    return top_n - p_nC.amax(-1).log()
+
+
+def _columns(
+    head: TrainedHead,
+    z_nC: Tensor,
+    teacher: _Teacher,
+    targets_n: Tensor,
+    columns_V: Tensor | None,
+    goal: Goal,
+    *,
+    gradient: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(summed KL, CE, agreement and answers; which rows agree; the gradient of the loss in the logits)."""
+    p, negentropy, wanted, target = teacher.p_nV, teacher.negentropy_n, teacher.top_n, targets_n
+    top_n = z_nC.amax(-1)
+    answers_n = torch.ones_like(top_n, dtype=torch.bool)
+    if columns_V is not None:
+        listed = p.index_select(1, head.tensors["ids"])
+        p = torch.cat((listed, (1 - listed.sum(1, keepdim=True)).clamp(min=0)), 1)
+        negentropy = torch.special.xlogy(p, p).sum(1)
+        wanted, target = columns_V[wanted], columns_V[target]
+        answers_n = z_nC[:, :-1].amax(-1) >= z_nC[:, -1]
+    agrees_n = (z_nC.gather(1, wanted[:, None])[:, 0] >= top_n) & answers_n
+    if columns_V is not None:
+        agrees_n &= wanted < z_nC.shape[1] - 1
+    t = goal.temperature
+    q = torch.softmax(z_nC if t == 1 else z_nC / t, -1)
+    kl_n = negentropy - torch.linalg.vecdot(p, z_nC) / t + _log_normaliser(top_n / t, q)
+    q_1 = q if t == 1 else torch.softmax(z_nC, -1)
+    ce_n = _log_normaliser(top_n, q_1) - z_nC.gather(1, target[:, None])[:, 0]
+    measured = torch.stack([kl_n.sum(), ce_n.sum(), agrees_n.sum(), answers_n.sum()]).double()
+    if not gradient:
+        return measured, agrees_n, q
+    dz = torch.sub(q, p, out=z_nC)
+    if t != 1:
+        dz *= t
+    if goal.ce_weight:
+        dz.add_(q_1, alpha=goal.ce_weight)
+        dz.scatter_add_(1, target[:, None], dz.new_full((len(dz), 1), -goal.ce_weight))
+    return measured, agrees_n, dz
+
+
+def auc(score_A: Tensor, right_A: Tensor) -> float:
+    """Probability that a right row scores above a wrong one, ties half; nan where all rows are alike."""
+    _, of_A, count = torch.unique(score_A.double(), return_inverse=True, return_counts=True)
+    rank_A = (count.cumsum(0) - (count - 1) / 2.0)[of_A]
+    right, wrong = int(right_A.sum()), int((~right_A).sum())
+    if not right or not wrong:
+        return float("nan")
+    return float((rank_A[right_A].sum() - right * (right + 1) / 2) / (right * wrong))
