@@ -44,10 +44,13 @@ def train_heads(
     mask_prompts: Annotated[
         bool, typer.Option("--mask-prompts/--no-mask-prompts", help="Learn on answers only.")
     ] = True,
+    fit: Annotated[
+        int, typer.Option(help="Micro-batches that heads begin from, by regression; 0: the model's own.")
+    ] = 16,
     batch_tokens: Annotated[int, typer.Option(help="Tokens packed into a micro-batch.")] = 1024,
     accumulate: Annotated[int, typer.Option(help="Micro-batches a step, over all processes.")] = 1,
     steps: Annotated[int, typer.Option(help="Optimiser steps.")] = 1000,
-    lr: Annotated[float, typer.Option(help="Largest learning rate; warm-up, then a cosine to 0.")] = 2e-3,
+    lr: Annotated[float, typer.Option(help="Largest learning rate; warm-up, then a cosine to 0.")] = 1e-3,
     warmup: Annotated[int, typer.Option(help="Steps until it is reached.")] = 50,
     clip: Annotated[float, typer.Option(help="Largest norm of a step's gradient; 0: any.")] = 1.0,
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations on held-out rows.")] = 100,
@@ -89,6 +92,7 @@ def train_heads(
         temperature=temperature,
         ce_weight=ce_weight,
         mask_prompts=mask_prompts,
+        fit=fit,
         accumulate=accumulate,
         steps=steps,
         lr=lr,

@@ -48,14 +48,13 @@ class TrainedHead:
             tensor.requires_grad_()
 
     @classmethod
-    def new(cls, kind: str, model: Llama, *, rank: int, ids: Tensor | None, generator: torch.Generator) -> TrainedHead:
+    def new(cls, kind: str, model: Llama, *, rank: int, ids: Tensor | None) -> TrainedHead:
         """One that reads as the model's own final norm and unembedding do (a shortlist: of the tokens `ids`)."""
         wide = torch.promote_types(model.dtype, torch.float32)
         norm, d = model.norm.to(wide, copy=True), model.shape.hidden
         tensors = {"norm": norm}
         if kind == "low_rank":
-            a = torch.randn(d, rank, generator=generator, dtype=wide) * d**-0.5
-            tensors |= {"a": a.to(norm.device), "b": norm.new_zeros(rank, d)}
+            tensors |= {"a": torch.eye(d, rank, dtype=wide, device=norm.device), "b": norm.new_zeros(rank, d)}
         if kind == "shortlist":
             assert ids is not None
             ids = ids.to(norm.device)
@@ -67,12 +66,6 @@ class TrainedHead:
         """What is trained, in one fixed order."""
         own = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
         return [*own, self.probe_weight, self.probe_bias]
-
-    def standardise(self, h_Ad: Tensor) -> None:
-        """Take mean and deviation of the probe's states from these."""
-        deviation, mean = torch.std_mean(h_Ad.to(self.mean), 0, correction=0)
-        self.mean.copy_(mean)
-        self.scale.copy_(deviation.clamp(min=1e-6 * float(deviation.max()) + 1e-30))
 
     def features(self, h_Ad: Tensor, eps: float) -> Tensor:
         """What the columns multiply, [A, d]."""

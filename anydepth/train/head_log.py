@@ -14,12 +14,13 @@ STEPS, EVALUATIONS = "steps.csv", "evaluations.csv"
 
 
 class Log:
-    """Rows of numbers by step. Rows of steps after `step`, where the run goes on, are dropped."""
+    """Rows of numbers by step. Rows of steps after `step`, where the run goes on, are dropped, and evaluations after
+    `evaluated`."""
 
-    def __init__(self, folder: Path, *, step: int, report: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, *, step: int, evaluated: int, report: Callable[[str], None]) -> None:
         self._folder, self._board = folder, _board(folder, step, report)
-        for name in (STEPS, EVALUATIONS):
-            keep(folder / name, step)
+        keep(folder / STEPS, step)
+        keep(folder / EVALUATIONS, evaluated)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """One row of steps.csv; "step" is among its names."""

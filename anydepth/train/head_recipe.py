@@ -13,8 +13,9 @@ from anydepth.models.heads import KINDS
 @dataclass(frozen=True, kw_only=True)
 class HeadRecipe:
     """Hyperparameters. exits: layers after which heads read. kinds, weights: one for all exits, or one each; as the
-    exits' heads share nothing, weights matter through the common clipping only. A step is `accumulate` micro-batches of
-    at most `tokens` tokens, over all processes together."""
+    exits' heads share nothing, weights matter through the common clipping only. `fit`:
+    micro-batches from which heads and probes' scales are begun (0: one, and heads begin as the model's own readout). A
+    step is `accumulate` micro-batches of at most `tokens` tokens, over all processes together."""
 
     exits: tuple[int, ...]
     kinds: tuple[str, ...] = ("low_rank",)
@@ -24,10 +25,11 @@ class HeadRecipe:
     ce_weight: float = 0.0
     weights: tuple[float, ...] = (1.0,)
     mask_prompts: bool = True
+    fit: int = 16
     tokens: int = 1024
     accumulate: int = 1
     steps: int = 1000
-    lr: float = 2e-3
+    lr: float = 1e-3
     warmup: int = 50
     clip: float = 1.0
     evaluate_every: int = 100
@@ -68,7 +70,7 @@ class HeadRecipe:
 _LEAST: Mapping[str, float] = {
     **dict.fromkeys(("rank", "shortlist", "tokens", "accumulate", "steps", "evaluate_every", "save_every"), 1),
     **dict.fromkeys(("evaluate_documents",), 1),
-    **dict.fromkeys(("temperature", "ce_weight", "lr", "warmup", "clip"), 0),
+    **dict.fromkeys(("temperature", "ce_weight", "lr", "warmup", "clip", "fit"), 0),
 }
 
 

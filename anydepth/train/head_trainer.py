@@ -21,6 +21,7 @@ from anydepth.train import checkpoint as files
 from anydepth.train.distil import MEASURED, Goal, Sums, TrainedHead, auc, distil
 from anydepth.train.head_card import head_card
 from anydepth.train.head_data import Prepared
+from anydepth.train.head_fit import Fit
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.packed import Order, Pack, exit_states, in_packs
 from anydepth.train.parallel import Peers
@@ -71,9 +72,9 @@ class HeadTrainer:
         self.progress = Progress()
 
     def _new_heads(self) -> list[TrainedHead]:
-        r, generator = self.recipe, torch.Generator().manual_seed(self.recipe.seed)
+        r = self.recipe
         ids = self.data.frequent(r.shortlist, vocab=self.model.shape.vocab) if "shortlist" in r.kinds else None
-        return [TrainedHead.new(kind, self.model, rank=r.rank, ids=ids, generator=generator) for kind in r.kinds]
+        return [TrainedHead.new(kind, self.model, rank=r.rank, ids=ids) for kind in r.kinds]
 
     def lr(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero."""
@@ -83,13 +84,14 @@ class HeadTrainer:
 
     def step(self) -> Step:
         """One optimiser step. ValueError where the loss is no number: nothing is changed by it then."""
-        r, now, began = self.recipe, self.progress, time.monotonic()
+        r, now = self.recipe, self.progress
+        if now.step == 0:
+            self._begin()
+        began = time.monotonic()
         first = now.step * r.accumulate
         packs = [self._pack(self.order(first + i)) for i in range(r.accumulate)]
         positions = sum(len(pack.targets_A) for pack in packs)
         self.adam.zero_grad(set_to_none=True)
-        if now.step == 0:
-            self._standardise(packs[0])
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for pack in packs[self.peers.rank :: self.peers.count]:
             sums = self._distil(pack, share=1 / positions)
@@ -229,9 +231,15 @@ class HeadTrainer:
     def _pack(self, documents: Sequence[int]) -> Pack:
         return Pack.of(self.data, documents, mask_prompts=self.recipe.mask_prompts, device=self.model.device)
 
-    def _standardise(self, pack: Pack) -> None:
-        for head, h_Ad in zip(self.heads, exit_states(self.model, pack, self.recipe.exits), strict=False):
-            head.standardise(h_Ad)
+    def _begin(self) -> None:
+        """Heads and probes' scales from the first micro-batches."""
+        fits = [Fit(head, self.model) for head in self.heads]
+        for index in range(max(1, self.recipe.fit)):
+            *states, last = exit_states(self.model, self._pack(self.order(index)), self.recipe.exits)
+            for fit, h_Ad in zip(fits, states, strict=True):
+                fit.add(h_Ad, last)
+        for fit in fits:
+            fit.apply(head=self.recipe.fit > 0)
 
     def _distil(self, pack: Pack, *, share: float | None) -> Sums:
         states = exit_states(self.model, pack, self.recipe.exits)

@@ -77,7 +77,8 @@ class _Run:
 
     def __init__(self, out: Path, trainer: HeadTrainer, peak: Peak | None, report: Callable[[str], None]) -> None:
         self.out, self.trainer, self.report = out, trainer, report
-        self.log = Log(out, step=trainer.progress.step, report=report)
+        step = trainer.progress.step  # the last step is evaluated after its state is saved
+        self.log = Log(out, step=step, evaluated=step - (step == trainer.recipe.steps), report=report)
         self._measure, self._peak = peak, math.nan
         self._steps: list[Step] = []
         self._evaluated: tuple[int, list[dict[str, Any]]] = (-1, [])
