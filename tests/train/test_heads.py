@@ -18,10 +18,12 @@ from random import Random
 import pytest
 import torch
 
+from anydepth.cli import app
 from anydepth.models.heads import load_heads
 from anydepth.models.load import load_checkpoint
 from anydepth.train.distil import Goal, TrainedHead, auc, distil
 from anydepth.train.head_data import Source, held_out, load_prepared, prepare
+from anydepth.train.head_fit import Fit
 from anydepth.train.head_recipe import HeadRecipe, exits_of
 from anydepth.train.head_trainer import HeadTrainer
 from anydepth.train.heads import train_heads
@@ -233,6 +235,7 @@ import torch
 torch.set_num_threads(1)
 from anydepth.models.load import load_checkpoint
 from anydepth.train.head_data import load_prepared
+from anydepth.train.head_fit import Fit
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.heads import train_heads
 checkpoint = load_checkpoint(sys.argv[1])
@@ -470,3 +473,70 @@ def test_auc_counts_ties_half() -> None:
     score, right = torch.tensor([0.1, 0.4, 0.4, 0.9]), torch.tensor([False, False, True, True])
     assert auc(score, right) == (1 + 0.5 + 1 + 1) / 4
     assert math.isnan(auc(score, torch.ones(4, dtype=torch.bool)))
+
+
+@pytest.mark.parametrize(("kind", "rank"), [("low_rank", 32), ("low_rank", 5), ("shortlist", 1)])
+def test_heads_begin_at_the_best_linear_map(folder, data, kind, rank) -> None:
+    model, ids = wide(folder), torch.tensor([2, 6, 9, 11])
+    head = TrainedHead.new(kind, model, rank=rank, ids=ids)
+    fit, parts = Fit(head, model), []
+    for document in range(12):
+        h, last = exit_states(model, Pack.of(data, [document], mask_prompts=True, device=model.device), (2,))
+        fit.add(h, last)
+        parts.append((h, last))
+    h, last = (torch.cat(part) for part in zip(*parts, strict=True))
+    x, y = head.features(h, model.eps).detach(), model.final_norm(last)
+    fit.apply(head=True)
+    ridge = (1e-2 * x.square().sum(0).mean()) ** 0.5 * torch.eye(32, dtype=x.dtype)
+    solved = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y - x, 0 * ridge))).solution
+    if kind == "shortlist":
+        torch.testing.assert_close(
+            head.tensors["table"][:, :-1].detach(), model.head[:, ids] + solved @ model.head[:, ids]
+        )
+        rest = (y @ model.head).exp().sum(1) - (y @ model.head)[:, ids].exp().sum(1)
+        other = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((rest.log(), 0 * ridge[0]))[:, None]).solution
+        torch.testing.assert_close(head.tensors["table"][:, -1:].detach(), other)
+    else:
+        error = (x @ solved - (head.features(h, model.eps).detach() - x)).norm()
+        best = torch.linalg.svdvals(x @ solved)[rank:].norm()
+        torch.testing.assert_close(error, best, atol=1e-9, rtol=1e-6)
+    torch.testing.assert_close((h - head.mean) / head.scale, (h - h.mean(0)) / h.std(0, correction=0))
+
+
+def test_the_command_prepares_answers_trains_and_says_its_bound(tmp_path, folder, monkeypatch, capsys) -> None:
+    rows = folder / "rows.jsonl"
+    words = [
+        "train",
+        "heads",
+        str(tmp_path / "out"),
+        "-m",
+        str(folder),
+        "--data",
+        f"{rows}:40",
+        "--own-answers",
+        f"{rows}:9",
+    ]
+    words += [
+        "--answer-tokens",
+        "5",
+        "--exits",
+        "2",
+        "--kind",
+        "shortlist",
+        "--shortlist",
+        "8",
+        "--steps",
+        "10",
+        "--json",
+    ]
+    monkeypatch.setattr(sys, "argv", ["anydepth", *words])
+    app(words, standalone_mode=False)
+    said = capsys.readouterr().out
+    assert "GFLOP in" in said and "of it)" in said
+    result = json.loads(said.splitlines()[-1])["result"]
+    manifest = json.loads((Path(result["data"]) / "manifest.json").read_text())
+    assert [source["rows"] for source in manifest["sources"]] == [40, 9] and manifest["own_answers"]["tokens"] == 5
+    about = json.loads((tmp_path / "out" / "heads.json").read_text())
+    assert about["exits"] == {"2": "shortlist"} and str(folder) not in about["training"]["command"]
+    row = next(csv.DictReader((tmp_path / "out" / "steps.csv").open()))
+    assert float(row["bound_s"]) > 0 and float(row["share_of_bound"]) < 1.5
