@@ -161,6 +161,6 @@ def _peak(model: Any) -> float:
 
 
 def _command() -> str:
-    """As typed, with names of files instead of their folders."""
-    words = [Path(word).name if os.sep in word else word for word in sys.argv[1:]]
+    """As typed, but for the places of files."""
+    words = [Path(word).name if word.startswith((os.sep, "~", ".")) else word for word in sys.argv[1:]]
     return shlex.join(["anydepth", *words])

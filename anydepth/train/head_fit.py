@@ -5,7 +5,8 @@ a ridge regression onto what it expects much better (2.8; with the best map of r
 al. 2023, learns one by gradient).
 
 x is the exit's normalised state, y full depth's. Low rank: y - x by the best a b of that rank (Izenman 1975).
-Shortlist: the unembedding's columns, through the whole map; "any other" is the log of the summed exponentials of the rest.
+Shortlist: the unembedding's columns through the whole map, and as "any other" the log of the summed exponentials of
+the rest.
 Shape suffixes: as in `distil.py`.
 """
 

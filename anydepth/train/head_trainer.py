@@ -196,10 +196,12 @@ class HeadTrainer:
 
     def export(self, out: Path, evaluation: Sequence[Mapping[str, Any]], *, command: str, licence: str) -> None:
         """Write the folder that engines load, with its card."""
+        name = self.checkpoint.name
+        name = Path(name).name if Path(name).exists() else name
         keys = ("sources", "documents", "tokens", "answer_tokens", "cut", "left_out", "max_tokens", "own_answers")
         packages = {name: importlib.metadata.version(name) for name in ("torch", "safetensors", "tokenizers")}
         about = {
-            "base": self.checkpoint.name,
+            "base": name,
             "licence": licence,
             "data": {"hash": self.data.hash, **{key: self.data.manifest[key] for key in keys}},
             "training": {
