@@ -4,7 +4,8 @@ by its probe, whether this exit says what full depth would.
 A head's loss at a position is  T^2 KL(p || q) + ce_weight CE,  p and q being teacher and head at temperature T and CE
 the cross-entropy of the data's own next token. Its gradient in the logits is known, T (q - p) + ce_weight (q_1 - 1),
 so logits are made, used and forgotten some rows at a time: the graph that autograd would keep of five vocabularies is
-ten times the model, and on CPUs the products are faster without it.
+ten times the model, and on CPUs the products are faster without it. A shortlist's last column is taught the
+probability of everything outside the list.
 
 Shape suffixes: A positions, n of them at a time, d hidden size, V vocabulary, C columns of a head (V, or S listed
 tokens and "any other"), E exits.

@@ -150,6 +150,7 @@ def prepare(
         shards = list(_shards(sources, rows))
         for number, (name, own, part) in enumerate(shards, start=1):
             if not (folder / name).exists():
+                (folder / MANIFEST).unlink(missing_ok=True)  # own answers may come out differently on another machine
                 _write(folder / name, maker.documents(part, own=own))
                 report(f"prepared {number} of {len(shards)} shards")
         _finish(folder, plan, [name for name, _, _ in shards], report)

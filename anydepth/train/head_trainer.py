@@ -147,8 +147,11 @@ class HeadTrainer:
 
     def flops(self, pack: Pack) -> float:
         """The backbone and its readout once, the heads forward and backward."""
-        segment = self.model.cost("segment", 1, 0.0).flops_per_row
-        attention = self.model.cost("segment", 1, 1.0).flops_per_row - segment
+        depths = range(1, self.model.shape.segments + 1)
+        segment, both = (
+            sum(self.model.cost("segment", k, context).flops_per_row for k in depths) for context in (0, 1)
+        )
+        attention = both - segment
         seen = sum(length * (length + 1) / 2 for length in pack.lengths)
         readout = self.model.cost("readout", 1, 0.0).flops_per_row
         own = readout + sum(head.flops(self.model) for head in self.heads)
@@ -173,7 +176,7 @@ class HeadTrainer:
             if state.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} = {state.get(name)!r}, this run has {value!r}; give the same, or "
-                    f"another output folder"
+                    f"another output folder (--restart begins anew)"
                 )
         self.progress = Progress(**state["progress"])
         with torch.no_grad():
@@ -228,7 +231,7 @@ class HeadTrainer:
         write_atomically(out / "README.md", card.encode())
 
     def _identity(self) -> dict[str, Any]:
-        return {"recipe": self.recipe.as_json(), "data": self.data.hash, "model": self.checkpoint.model_hash}
+        return {"data": self.data.hash, "model": self.checkpoint.model_hash, **self.recipe.as_json()}
 
     def _pack(self, documents: Sequence[int]) -> Pack:
         return Pack.of(self.data, documents, mask_prompts=self.recipe.mask_prompts, device=self.model.device)

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from anydepth.models.load import load_checkpoint
 from anydepth.train.distil import Goal, TrainedHead, auc, distil
 from anydepth.train.head_data import Source, held_out, load_prepared, prepare
 from anydepth.train.head_fit import Fit
+from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe, exits_of
 from anydepth.train.head_trainer import HeadTrainer
 from anydepth.train.heads import train_heads
@@ -236,6 +238,7 @@ torch.set_num_threads(1)
 from anydepth.models.load import load_checkpoint
 from anydepth.train.head_data import load_prepared
 from anydepth.train.head_fit import Fit
+from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.heads import train_heads
 checkpoint = load_checkpoint(sys.argv[1])
@@ -463,7 +466,7 @@ def test_exits_and_other_runs(tmp_path, checkpoint, data) -> None:
     with pytest.raises(ValueError, match="allowed: a number"):
         exits_of("x", 30)
     train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
-    with pytest.raises(ValueError, match="was made with recipe"):
+    with pytest.raises(ValueError, match="was made with seed = 0, this run has 1"):
         train_heads(tmp_path, checkpoint, data, replace(RECIPE, seed=1), report=quiet)
     with pytest.raises(ValueError, match="is no layered model"):
         HeadTrainer(load_checkpoint("nano"), data, RECIPE, Peers(rank=0, count=1))
@@ -542,3 +545,37 @@ def test_the_command_prepares_answers_trains_and_says_its_bound(tmp_path, folder
     )
     row = next(csv.DictReader((tmp_path / "out" / "steps.csv").open()))
     assert float(row["bound_s"]) > 0 and float(row["share_of_bound"]) < 1.5
+
+
+def test_the_board_gets_the_numbers_of_the_files(tmp_path, monkeypatch) -> None:
+    seen: list[tuple[str, float, int]] = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            seen.append((folder, 0.0, purge_step))
+
+        def add_scalar(self, *scalar):
+            seen.append(scalar)
+
+        def close(self):
+            seen.append(("closed", 0.0, 0))
+
+    board = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    log = Log(tmp_path, step=4, evaluated=4, report=quiet)
+    log.step({"step": 5, "loss": 0.5})
+    log.evaluation({"step": 5, "exit": 2, "kl": 0.25})
+    log.close()
+    assert seen == [
+        (str(tmp_path / "tensorboard"), 0.0, 5),
+        ("train/loss", 0.5, 5),
+        ("exit 2/kl", 0.25, 5),
+        ("closed", 0.0, 0),
+    ]
+    assert (tmp_path / "evaluations.csv").read_text() == "step,exit,kl\n5,2,0.25\n"
+    (tmp_path / "steps.csv").open("a").write("6,0.4\n7,")
+    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    Log(tmp_path, step=6, evaluated=4, report=said.append)
+    assert (tmp_path / "steps.csv").read_text() == "step,loss\n5,0.5\n6,0.4\n"
+    assert not (tmp_path / "evaluations.csv").exists() and "TensorBoard is not installed" in said[0]
