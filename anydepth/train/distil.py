@@ -23,7 +23,7 @@ from torch import Tensor
 from anydepth.models.decoder import rms_norm
 from anydepth.models.heads import Head, Probe
 from anydepth.models.llama import Llama
-from anydepth.ops.linear import linear
+from anydepth.ops.linear import linear, pack
 
 _CHUNK_BYTES = {"cpu": 24 << 20, "cuda": 1 << 30}  # on CPUs: cache, and what malloc keeps instead of returning
 
@@ -97,6 +97,19 @@ class TrainedHead:
         return 2 * product * model.shape.vocab + 3 * 2 * product * rank + 2 * product
 
 
+class Unembedding(NamedTuple):
+    """The model's own, for products with rows (d to V) and with their gradients (V to d)."""
+
+    d_to_V: Tensor
+    V_to_d: Tensor
+
+    @classmethod
+    def packed(cls, model: Llama) -> Unembedding:
+        """Two copies in the order in which a CPU multiplies fastest; elsewhere the matrix itself."""
+        with torch.no_grad():
+            return cls(pack(model.head), pack(model.head.t()))
+
+
 MEASURED = ("kl", "ce", "bce", "agreement", "answers", "probe_accuracy")
 
 
@@ -127,17 +140,19 @@ def distil(
     goal: Goal,
     weights: Sequence[float],
     share: float | None,
+    unembedding: Unembedding | None = None,
 ) -> Sums:
     """Losses of all heads on the states of their exits; the last state is full depth's.
 
     `share`: what one position counts in the loss that is differentiated, whose gradients are added to the parameters'
-    `.grad`. None: no gradients. The frozen model gets none either way.
+    `.grad`. None: no gradients. The frozen model gets none either way. `unembedding`: the model's, if packed.
     """
     wide = heads[0].mean.dtype
     with torch.set_grad_enabled(share is not None):
         wide_states = [h.to(wide) for h in states[:-1]]
         x = [head.features(h, model.eps) for head, h in zip(heads, wide_states, strict=True)]
         probes = [head.probe_logits(h) for head, h in zip(heads, wide_states, strict=True)]
+    frozen = unembedding or Unembedding(model.head, model.head.t())
     dx = [torch.zeros_like(each) for each in x] if share is not None else []
     positions, vocab = len(targets_A), model.shape.vocab
     sums = torch.zeros(6, len(heads), dtype=torch.float64, device=targets_A.device)
@@ -148,21 +163,22 @@ def distil(
     with torch.no_grad():
         for start in range(0, positions, size):
             rows = slice(start, min(start + size, positions))
-            teacher = _teach(model, states[-1][rows], goal.temperature, rooms[0])
+            teacher = _teach(linear(model.final_norm(states[-1][rows]), frozen.d_to_V), goal.temperature, rooms[0])
             for e, head in enumerate(heads):
-                matrix = head.tensors.get("table", model.head)
-                z_nC = linear(x[e][rows].to(matrix.dtype), matrix).to(wide)
+                table = head.tensors.get("table")
+                there, back = frozen if table is None else (table, table.t())
+                z_nC = linear(x[e][rows].to(model.dtype if table is None else wide), there).to(wide)
                 measured, agrees[e, rows], dz_nC = _columns(
                     head, z_nC, teacher, targets_A[rows], columns[e], goal, rooms[1]
                 )
                 sums[[0, 1, 3, 4], e] += measured
                 if share is None:
                     continue
-                dz_nC, counts = dz_nC.to(matrix.dtype), share * weights[e]
-                dx[e][rows] = linear(dz_nC, matrix.t()).to(wide) * counts
-                if head.kind == "shortlist":
+                dz_nC, counts = dz_nC.to(model.dtype if table is None else wide), share * weights[e]
+                dx[e][rows] = linear(dz_nC, back).to(wide) * counts
+                if table is not None:
                     change = linear((x[e][rows] * counts).t().contiguous(), dz_nC)
-                    matrix.grad = change if matrix.grad is None else matrix.grad.add_(change)
+                    table.grad = change if table.grad is None else table.grad.add_(change)
     for e, logits_A in enumerate(probes):
         with torch.set_grad_enabled(share is not None):
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits_A, agrees[e].to(wide), reduction="sum")
@@ -182,8 +198,8 @@ def _column_of(head: TrainedHead, vocab: int) -> Tensor | None:
     return columns.index_copy(0, ids, torch.arange(len(ids), device=ids.device))
 
 
-def _teach(model: Llama, h_nd: Tensor, temperature: float, room: Tensor) -> _Teacher:
-    z_nV = model.readout(model.shape.segments, h_nd).to(room.dtype)
+def _teach(z_nV: Tensor, temperature: float, room: Tensor) -> _Teacher:
+    z_nV = z_nV.to(room.dtype)
     top_n = z_nV.argmax(-1)
     if temperature != 1:
         z_nV = z_nV / temperature

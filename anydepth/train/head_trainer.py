@@ -18,7 +18,7 @@ from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint
 from anydepth.record import write_atomically
 from anydepth.train import checkpoint as files
-from anydepth.train.distil import MEASURED, Goal, Sums, TrainedHead, auc, distil
+from anydepth.train.distil import MEASURED, Goal, Sums, TrainedHead, Unembedding, auc, distil
 from anydepth.train.head_card import head_card
 from anydepth.train.head_data import Prepared
 from anydepth.train.head_fit import Fit
@@ -66,7 +66,7 @@ class HeadTrainer:
         if self.recipe.accumulate % peers.count:
             raise ValueError(f"accumulate is {self.recipe.accumulate}; give a multiple of the {peers.count} processes")
         self.order = Order(data, tokens=self.recipe.tokens, seed=self.recipe.seed)
-        self.heads = self._new_heads()
+        self.heads, self._unembedding = self._new_heads(), Unembedding.packed(self.model)
         self.parameters = [tensor for head in self.heads for tensor in head.parameters()]
         self.adam = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
         self.progress = Progress()
@@ -249,8 +249,16 @@ class HeadTrainer:
     def _distil(self, pack: Pack, *, share: float | None) -> Sums:
         states = exit_states(self.model, pack, self.recipe.exits)
         goal = Goal(temperature=self.recipe.temperature, ce_weight=self.recipe.ce_weight)
-        weights = self.recipe.weights
-        return distil(self.heads, self.model, states, pack.targets_A, goal=goal, weights=weights, share=share)
+        return distil(
+            self.heads,
+            self.model,
+            states,
+            pack.targets_A,
+            goal=goal,
+            weights=self.recipe.weights,
+            share=share,
+            unembedding=self._unembedding,
+        )
 
     def _sum_over_peers(self, loss: Tensor) -> float:
         """The step's loss; gradients become the sums over all processes."""
