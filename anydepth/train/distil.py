@@ -154,6 +154,7 @@ def distil(
         probes = [head.probe_logits(h) for head, h in zip(heads, wide_states, strict=True)]
     frozen = unembedding or Unembedding(model.head, model.head.t())
     dx = [torch.zeros_like(each) for each in x] if share is not None else []
+    dz: list[list[Tensor]] = [[] for _ in heads]  # of shortlists
     positions, vocab = len(targets_A), model.shape.vocab
     sums = torch.zeros(6, len(heads), dtype=torch.float64, device=targets_A.device)
     agrees = torch.empty(len(heads), positions, dtype=torch.bool, device=targets_A.device)
@@ -177,8 +178,11 @@ def distil(
                 dz_nC, counts = dz_nC.to(model.dtype if table is None else wide), share * weights[e]
                 dx[e][rows] = linear(dz_nC, back).to(wide) * counts
                 if table is not None:
-                    change = linear((x[e][rows] * counts).t().contiguous(), dz_nC)
-                    table.grad = change if table.grad is None else table.grad.add_(change)
+                    dz[e].append(dz_nC.clone())
+        for e, head in enumerate(heads):
+            if dz[e]:  # one product for all rows: a few of them are a bad shape for it
+                counted = x[e] * (share * weights[e] if share is not None else 0.0)
+                head.tensors["table"].grad = _plus(linear(counted.t().contiguous(), torch.cat(dz[e])), head)
     for e, logits_A in enumerate(probes):
         with torch.set_grad_enabled(share is not None):
             loss = torch.nn.functional.binary_cross_entropy_with_logits(logits_A, agrees[e].to(wide), reduction="sum")
@@ -187,6 +191,11 @@ def distil(
         if share is not None:
             torch.autograd.backward([x[e], loss * share], [dx[e], None])
     return Sums(sums, torch.stack(probes, 1).detach(), agrees.t())
+
+
+def _plus(change: Tensor, head: TrainedHead) -> Tensor:
+    grad = head.tensors["table"].grad
+    return change if grad is None else grad.add_(change)
 
 
 def _column_of(head: TrainedHead, vocab: int) -> Tensor | None:

@@ -68,7 +68,7 @@ class HeadTrainer:
         self.order = Order(data, tokens=self.recipe.tokens, seed=self.recipe.seed)
         self.heads, self._unembedding = self._new_heads(), Unembedding.packed(self.model)
         self.parameters = [tensor for head in self.heads for tensor in head.parameters()]
-        self.adam = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0)
+        self.adam = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         self.progress = Progress()
 
     def _new_heads(self) -> list[TrainedHead]:
