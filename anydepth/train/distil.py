@@ -147,55 +147,68 @@ def distil(
     `share`: what one position counts in the loss that is differentiated, whose gradients are added to the parameters'
     `.grad`. None: no gradients. The frozen model gets none either way. `unembedding`: the model's, if packed.
     """
-    wide = heads[0].mean.dtype
-    with torch.set_grad_enabled(share is not None):
-        wide_states = [h.to(wide) for h in states[:-1]]
-        x = [head.features(h, model.eps) for head, h in zip(heads, wide_states, strict=True)]
-        probes = [head.probe_logits(h) for head, h in zip(heads, wide_states, strict=True)]
     frozen = unembedding or Unembedding(model.head, model.head.t())
-    dx = [torch.zeros_like(each) for each in x] if share is not None else []
-    dz: list[list[Tensor]] = [[] for _ in heads]  # of shortlists
-    positions, vocab = len(targets_A), model.shape.vocab
-    sums = torch.zeros(6, len(heads), dtype=torch.float64, device=targets_A.device)
-    agrees = torch.empty(len(heads), positions, dtype=torch.bool, device=targets_A.device)
-    size = max(16, _CHUNK_BYTES.get(targets_A.device.type, 1 << 28) // (vocab * x[0].element_size()))
-    columns = [_column_of(head, vocab) for head in heads]
-    rooms = torch.empty(2, size * (vocab + 1), dtype=wide, device=targets_A.device)
+    counts = [0.0 if share is None else share * weight for weight in weights]
+    with torch.set_grad_enabled(share is not None):
+        works = [_Work(*each, model, frozen) for each in zip(heads, states[:-1], counts, strict=True)]
+    wide, device, vocab = heads[0].mean.dtype, targets_A.device, model.shape.vocab
+    size = max(16, _CHUNK_BYTES.get(device.type, 1 << 28) // (vocab * heads[0].mean.element_size()))
+    rooms = torch.empty(2, size * (vocab + 1), dtype=wide, device=device)
     with torch.no_grad():
-        for start in range(0, positions, size):
-            rows = slice(start, min(start + size, positions))
+        for start in range(0, len(targets_A), size):
+            rows = slice(start, min(start + size, len(targets_A)))
             teacher = _teach(linear(model.final_norm(states[-1][rows]), frozen.d_to_V), goal.temperature, rooms[0])
-            for e, head in enumerate(heads):
-                table = head.tensors.get("table")
-                there, back = frozen if table is None else (table, table.t())
-                z_nC = linear(x[e][rows].to(model.dtype if table is None else wide), there).to(wide)
-                measured, agrees[e, rows], dz_nC = _columns(
-                    head, z_nC, teacher, targets_A[rows], columns[e], goal, rooms[1]
-                )
-                sums[[0, 1, 3, 4], e] += measured
-                if share is None:
-                    continue
-                dz_nC, counts = dz_nC.to(model.dtype if table is None else wide), share * weights[e]
-                dx[e][rows] = linear(dz_nC, back).to(wide) * counts
-                if table is not None:
-                    dz[e].append(dz_nC.clone())
-        for e, head in enumerate(heads):
-            if dz[e]:  # one product for all rows: a few of them are a bad shape for it
-                counted = x[e] * (share * weights[e] if share is not None else 0.0)
-                head.tensors["table"].grad = _plus(linear(counted.t().contiguous(), torch.cat(dz[e])), head)
-    for e, logits_A in enumerate(probes):
+            for work in works:
+                work.add(rows, teacher, targets_A[rows], goal, rooms[1], gradient=share is not None)
+    totals = [work.finish(share) for work in works]
+    probes = torch.stack([work.probe_A.detach() for work in works], 1)
+    return Sums(torch.stack(totals, 1), probes, torch.stack([work.agrees_A for work in works], 1))
+
+
+class _Work:
+    """One head's share of a `distil`. `counts`: what a position counts in the loss of the head."""
+
+    def __init__(self, head: TrainedHead, h_Ad: Tensor, counts: float, model: Llama, frozen: Unembedding) -> None:
+        self.head, self.counts, h_Ad = head, counts, h_Ad.to(head.mean.dtype)
+        self.x_Ad, self.probe_A = head.features(h_Ad, model.eps), head.probe_logits(h_Ad)
+        self.dx_Ad = torch.zeros_like(self.x_Ad)
+        self.agrees_A = torch.empty(len(h_Ad), dtype=torch.bool, device=h_Ad.device)
+        self.total_4 = torch.zeros(4, dtype=torch.float64, device=h_Ad.device)
+        self.column_V = _column_of(head, model.shape.vocab)
+        self.table = head.tensors.get("table")
+        self.there, self.back = frozen if self.table is None else (self.table, self.table.t())
+        self.dtype = model.dtype if self.table is None else h_Ad.dtype
+        self.dz_nC: list[Tensor] = []  # of a shortlist
+
+    def add(
+        self, rows: slice, teacher: _Teacher, targets_n: Tensor, goal: Goal, room: Tensor, *, gradient: bool
+    ) -> None:
+        """Measure some rows, and take their gradients in the features."""
+        z_nC = linear(self.x_Ad[rows].to(self.dtype), self.there).to(room.dtype)
+        measured_4, self.agrees_A[rows], dz_nC = _columns(
+            self.head, z_nC, teacher, targets_n, self.column_V, goal, room
+        )
+        self.total_4 += measured_4
+        if gradient:
+            self.dx_Ad[rows] = linear(dz_nC.to(self.dtype), self.back) * self.counts
+            if self.table is not None:
+                self.dz_nC.append(dz_nC.clone())
+
+    def finish(self, share: float | None) -> Tensor:
+        """The six sums; with `share`, the gradients of all parameters, the probe's included."""
         with torch.set_grad_enabled(share is not None):
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(logits_A, agrees[e].to(wide), reduction="sum")
-        sums[2, e] = loss.detach()
-        sums[5, e] = ((logits_A.detach() > 0) == agrees[e]).sum()
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(
+                self.probe_A, self.agrees_A.to(self.probe_A), reduction="sum"
+            )
         if share is not None:
-            torch.autograd.backward([x[e], loss * share], [dx[e], None])
-    return Sums(sums, torch.stack(probes, 1).detach(), agrees.t())
-
-
-def _plus(change: Tensor, head: TrainedHead) -> Tensor:
-    grad = head.tensors["table"].grad
-    return change if grad is None else grad.add_(change)
+            torch.autograd.backward([self.x_Ad, loss * share], [self.dx_Ad, None])
+        if self.table is not None and self.dz_nC:
+            with torch.no_grad():  # one product for all rows: a few of them are a bad shape for it
+                change = linear((self.x_Ad * self.counts).t().contiguous(), torch.cat(self.dz_nC))
+                self.table.grad = change if self.table.grad is None else self.table.grad.add_(change)
+        kl, ce, agree, answers = self.total_4
+        right = ((self.probe_A.detach() > 0) == self.agrees_A).sum()
+        return torch.stack([kl, ce, loss.detach().double(), agree, answers, right.double()])
 
 
 def _column_of(head: TrainedHead, vocab: int) -> Tensor | None:
