@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anydepth.models.decoder import rms_norm
 from anydepth.models.llama import Llama
-from anydepth.train.distil import TrainedHead
+from anydepth.train.trained_head import TrainedHead
 
 _RIDGE = 1e-2  # of the mean variance of a number
 

@@ -18,13 +18,14 @@ from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint
 from anydepth.record import write_atomically
 from anydepth.train import checkpoint as files
-from anydepth.train.distil import MEASURED, Goal, Sums, TrainedHead, Unembedding, auc, distil
+from anydepth.train.distil import MEASURED, Goal, Sums, Unembedding, auc, distil
 from anydepth.train.head_card import head_card
 from anydepth.train.head_data import Prepared
 from anydepth.train.head_fit import Fit
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.packed import Order, Pack, exit_states, in_packs
 from anydepth.train.parallel import Peers
+from anydepth.train.trained_head import TrainedHead
 
 
 @dataclass(frozen=True, kw_only=True)
