@@ -72,10 +72,11 @@ def train_heads(
     import torch
 
     from anydepth.models.load import load_checkpoint
-    from anydepth.train.head_data import Source, load_prepared
+    from anydepth.train.head_data import Source
     from anydepth.train.head_data import prepare as prepare_data
     from anydepth.train.head_recipe import HeadRecipe, exits_of, weights_of
     from anydepth.train.heads import train_heads as run
+    from anydepth.train.prepared import load_prepared
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -13,18 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anydepth.models.heads import FILE, ExitHeads
+from anydepth.models.heads import ExitHeads
 from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint
-from anydepth.record import write_atomically
 from anydepth.train import checkpoint as files
 from anydepth.train.distil import MEASURED, Goal, Sums, Unembedding, auc, distil
-from anydepth.train.head_card import head_card
-from anydepth.train.head_data import Prepared
 from anydepth.train.head_fit import Fit
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.packed import Order, Pack, exit_states, in_packs
 from anydepth.train.parallel import Peers
+from anydepth.train.prepared import Prepared
 from anydepth.train.trained_head import TrainedHead
 
 
@@ -197,39 +194,6 @@ class HeadTrainer:
             probes={layer: head.probe() for layer, head in named},
             about=about,
         )
-
-    def export(self, out: Path, evaluation: Sequence[Mapping[str, Any]], *, command: str, licence: str) -> None:
-        """Write the folder that engines load, with its card."""
-        name = self.checkpoint.name
-        name = Path(name).name if Path(name).exists() else name
-        keys = ("sources", "documents", "tokens", "answer_tokens", "cut", "left_out", "max_tokens", "own_answers")
-        packages = {name: importlib.metadata.version(name) for name in ("torch", "safetensors", "tokenizers")}
-        about = {
-            "base": name,
-            "licence": licence,
-            "data": {"hash": self.data.hash, **{key: self.data.manifest[key] for key in keys}},
-            "training": {
-                "command": command,
-                "recipe": self.recipe.as_json(),
-                "steps": self.progress.step,
-                "tokens": self.progress.tokens,
-                "answer_tokens": self.progress.answer_tokens,
-                "minutes": round(self.progress.seconds / 60, 1),
-                "held_out_documents": min(len(self.data.documents(held_out=True)), self.recipe.evaluate_documents),
-                "packages": packages,
-                "evaluation": list(evaluation),
-            },
-        }
-        made = self.exit_heads(about)
-        made.save(out)
-        card = head_card(
-            about,
-            model_hash=made.model_hash,
-            kinds={layer: head.kind for layer, head in made.heads.items()},
-            numbers=sum(tensor.numel() for tensor in self.parameters),
-            file=out / FILE,
-        )
-        write_atomically(out / "README.md", card.encode())
 
     def _identity(self) -> dict[str, Any]:
         return {"data": self.data.hash, "model": self.checkpoint.model_hash, **self.recipe.as_json()}

@@ -6,8 +6,9 @@ saved state to the heads it would have had.
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 from anydepth.models.heads import FILE
 from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint
-from anydepth.train.head_data import Prepared
+from anydepth.record import write_atomically
+from anydepth.train.head_card import head_card
 from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.head_trainer import HeadTrainer, Step
 from anydepth.train.parallel import Peers
+from anydepth.train.prepared import Prepared
 
 STATE = "state.pt"
 _REPORT_EVERY = 10
@@ -65,11 +68,46 @@ def train_heads(
         if run is not None:
             run.after(step)
     if run is not None:
-        trainer.export(out, run.evaluate(), command=command, licence=licence)
+        _export(out, trainer, run.evaluate(), command=command, licence=licence)
         run.log.close()
         report(f"heads of {len(recipe.exits)} exits are in {out}")
     peers.wait()
     return out
+
+
+def _export(
+    out: Path, trainer: HeadTrainer, evaluation: Sequence[Mapping[str, Any]], *, command: str, licence: str
+) -> None:
+    """Write the folder that engines load, with its card."""
+    data, now, name = trainer.data, trainer.progress, trainer.checkpoint.name
+    keys = ("sources", "documents", "tokens", "answer_tokens", "cut", "left_out", "max_tokens", "own_answers")
+    packages = {name: importlib.metadata.version(name) for name in ("torch", "safetensors", "tokenizers")}
+    about = {
+        "base": Path(name).name if Path(name).exists() else name,
+        "licence": licence,
+        "data": {"hash": data.hash, **{key: data.manifest[key] for key in keys}},
+        "training": {
+            "command": command,
+            "recipe": trainer.recipe.as_json(),
+            "steps": now.step,
+            "tokens": now.tokens,
+            "answer_tokens": now.answer_tokens,
+            "minutes": round(now.seconds / 60, 1),
+            "held_out_documents": min(len(data.documents(held_out=True)), trainer.recipe.evaluate_documents),
+            "packages": packages,
+            "evaluation": list(evaluation),
+        },
+    }
+    made = trainer.exit_heads(about)
+    made.save(out)
+    card = head_card(
+        about,
+        model_hash=made.model_hash,
+        kinds={layer: head.kind for layer, head in made.heads.items()},
+        numbers=sum(tensor.numel() for tensor in trainer.parameters),
+        file=out / FILE,
+    )
+    write_atomically(out / "README.md", card.encode())
 
 
 class _Run:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from anydepth.models.llama import Llama
-from anydepth.train.head_data import Prepared
+from anydepth.train.prepared import Prepared
 
 
 @dataclass(frozen=True, kw_only=True)

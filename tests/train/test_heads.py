@@ -23,7 +23,7 @@ from anydepth.cli import app
 from anydepth.models.heads import load_heads
 from anydepth.models.load import load_checkpoint
 from anydepth.train.distil import Goal, auc, distil
-from anydepth.train.head_data import Source, held_out, load_prepared, prepare
+from anydepth.train.head_data import Source, prepare
 from anydepth.train.head_fit import Fit
 from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe, exits_of
@@ -31,6 +31,7 @@ from anydepth.train.head_trainer import HeadTrainer
 from anydepth.train.heads import train_heads
 from anydepth.train.packed import Order, Pack, exit_states
 from anydepth.train.parallel import Peers
+from anydepth.train.prepared import held_out, load_prepared
 from anydepth.train.trained_head import TrainedHead
 from tests.models.checkpoints import WORDS, write_folder, write_tokenizer
 
@@ -237,7 +238,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from anydepth.models.load import load_checkpoint
-from anydepth.train.head_data import load_prepared
+from anydepth.train.prepared import load_prepared
 from anydepth.train.head_fit import Fit
 from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe
