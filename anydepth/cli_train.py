@@ -75,6 +75,7 @@ def train_heads(
     from anydepth.train.head_data import Source
     from anydepth.train.head_data import prepare as prepare_data
     from anydepth.train.head_recipe import HeadRecipe, exits_of, weights_of
+    from anydepth.train.head_trainer import layered
     from anydepth.train.heads import train_heads as run
     from anydepth.train.prepared import load_prepared
 
@@ -82,7 +83,7 @@ def train_heads(
         torch.set_num_threads(threads)
     peers, device = _peers(device)
     checkpoint = load_checkpoint(model, dtype=dtype, device=device, revision=revision)
-    layers = checkpoint.model.shape.layers
+    layers = layered(checkpoint).shape.layers
     recipe = HeadRecipe(
         exits=exits_of(exits, layers),
         kinds=tuple(kind.split(",")),

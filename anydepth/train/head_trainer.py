@@ -48,13 +48,18 @@ class Step:
     seconds: float
 
 
+def layered(checkpoint: Checkpoint) -> Llama:
+    """Its model. ValueError where that has no inner layers to read."""
+    if not isinstance(checkpoint.model, Llama):
+        raise ValueError(f"{checkpoint.name} is no layered model; exit heads are for those of the Llama family")
+    return checkpoint.model
+
+
 class HeadTrainer:
     """One process's heads, optimiser and place in the run."""
 
     def __init__(self, checkpoint: Checkpoint, data: Prepared, recipe: HeadRecipe, peers: Peers) -> None:
-        if not isinstance(checkpoint.model, Llama):
-            raise ValueError(f"{checkpoint.name} is no layered model; exit heads are for those of the Llama family")
-        self.checkpoint, self.model, self.data, self.peers = checkpoint, checkpoint.model, data, peers
+        self.checkpoint, self.model, self.data, self.peers = checkpoint, layered(checkpoint), data, peers
         self.recipe = recipe.checked(self.model.shape.layers, self.model.shape.vocab)
         if int(data.ids.max()) >= self.model.shape.vocab:
             raise ValueError(

@@ -150,8 +150,8 @@ class _Run:
         return self._evaluated[1]
 
     def _look(self) -> None:
-        if self._measure is not None:  # again and again: what a shared machine can do changes
-            self._peak = self._measure(self.trainer.model)
+        if self._measure is not None:  # the best seen: others on a shared machine only ever take from it
+            self._peak = max(self._measure(self.trainer.model), 0.0 if math.isnan(self._peak) else self._peak)
 
     def _line(self) -> str:
         seconds, now = sum(step.seconds for step in self._steps), self.trainer.progress

@@ -510,6 +510,8 @@ def test_heads_begin_at_the_best_linear_map(folder, data, kind, rank) -> None:
 
 def test_the_command_prepares_answers_trains_and_says_its_bound(tmp_path, folder, monkeypatch, capsys) -> None:
     rows = folder / "rows.jsonl"
+    with pytest.raises(ValueError, match="nano is no layered model"):
+        app(["train", "heads", str(tmp_path / "out"), "-m", "nano"], standalone_mode=False)
     words = [
         "train",
         "heads",
