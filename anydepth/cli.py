@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anydepth import cli_diagnose, cli_eval, cli_rollout
+from anydepth import cli_diagnose, cli_eval, cli_rollout, cli_train
 from anydepth.cli_options import (
     AsJson,
     BatchInvariant,
@@ -53,11 +53,12 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train the embedded looped model and its gate.")
+train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train a looped model, its gate, or exit heads.")
 app.add_typer(cli_eval.app)
 app.add_typer(cli_diagnose.app)
 app.add_typer(cli_rollout.app)
 app.add_typer(train, name="train")
+train.add_typer(cli_train.app)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def load_state(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(
-            f"{path} is not a training state ({error}); give one written by `anydepth train loop`, or "
+            f"{path} is not a training state ({error}); give one written by `anydepth train`, or "
             "an empty output folder to start anew"
         ) from error
     assert isinstance(state, dict)

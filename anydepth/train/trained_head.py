@@ -1,0 +1,71 @@
+"""One exit's head and probe while they are trained. Shape suffixes: as in `distil.py`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from anydepth.models.decoder import rms_norm
+from anydepth.models.heads import Head, Probe
+from anydepth.models.llama import Llama
+
+
+class TrainedHead:
+    """Head and probe of one exit, in float32 or wider. The probe learns on states brought to mean 0 and deviation 1 a
+    number, which `probe()` takes back: raw states differ a thousandfold in scale."""
+
+    def __init__(self, kind: str, tensors: dict[str, Tensor], hidden: int) -> None:
+        self.kind, self.tensors = kind, tensors
+        like = tensors["norm"]
+        self.probe_weight, self.probe_bias = like.new_zeros(hidden), like.new_zeros(1)
+        self.mean, self.scale = like.new_zeros(hidden), like.new_ones(hidden)
+        for tensor in self.parameters():
+            tensor.requires_grad_()
+
+    @classmethod
+    def new(cls, kind: str, model: Llama, *, rank: int, ids: Tensor | None) -> TrainedHead:
+        """One that reads as the model's own final norm and unembedding do (a shortlist: of the tokens `ids`)."""
+        wide = torch.promote_types(model.dtype, torch.float32)
+        norm, d = model.norm.to(wide, copy=True), model.shape.hidden
+        tensors = {"norm": norm}
+        if kind == "low_rank":
+            tensors |= {"a": torch.eye(d, rank, dtype=wide, device=norm.device), "b": norm.new_zeros(rank, d)}
+        if kind == "shortlist":
+            assert ids is not None
+            ids = ids.to(norm.device)
+            listed = model.head.index_select(1, ids).to(wide)
+            tensors |= {"table": torch.cat((listed, norm.new_zeros(d, 1)), 1), "ids": ids}
+        return cls(kind, tensors, d)
+
+    def parameters(self) -> list[Tensor]:
+        """What is trained, in one fixed order."""
+        own = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
+        return [*own, self.probe_weight, self.probe_bias]
+
+    def features(self, h_Ad: Tensor, eps: float) -> Tensor:
+        """What the columns multiply, [A, d]."""
+        x = rms_norm(h_Ad, self.tensors["norm"], eps)
+        return x + (x @ self.tensors["a"]) @ self.tensors["b"] if self.kind == "low_rank" else x
+
+    def probe_logits(self, h_Ad: Tensor) -> Tensor:
+        """[A]."""
+        return ((h_Ad - self.mean) / self.scale) @ self.probe_weight + self.probe_bias
+
+    def head(self) -> Head:
+        """As it is now, to read with or to save."""
+        return Head(self.kind, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+
+    def probe(self) -> Probe:
+        """As it is now, for raw states."""
+        weight = self.probe_weight.detach().double() / self.scale.double()
+        bias = self.probe_bias.detach().double() - (weight * self.mean.double()).sum()
+        return Probe(weight.to(self.probe_weight.dtype), bias.to(self.probe_bias.dtype))
+
+    def flops(self, model: Llama) -> float:
+        """A position's, forward and backward: no gradient of the model's own unembedding, one of a shortlist's."""
+        d = model.shape.hidden
+        product = 2.0 * d
+        if self.kind == "shortlist":
+            return 3 * product * self.tensors["table"].shape[1] + 2 * product
+        rank = self.tensors["a"].shape[1] if self.kind == "low_rank" else 0
+        return 2 * product * model.shape.vocab + 3 * 2 * product * rank + 2 * product
