@@ -16,8 +16,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from anydepth.pipeline.messages import Batch, Gone, Hello, Kill, Stop, packed
-from anydepth.pipeline.serve import Order, accepted, listen, receive, send, serve, work
+from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Kill, Stop, packed
+from anydepth.pipeline.serve import Doors, Order, Sockets, accepted, let_in, listen, receive, send, serve, work
 
 Put = Callable[[Any], None]
 
@@ -36,34 +36,45 @@ class Link(Protocol):
 
 
 class Here:
-    """A thread of this process. Batches go from thread to thread as they are."""
+    """A thread of this process. To other threads batches go as they are; with a hub, it can also be reached from, and
+    reach, workers of other processes."""
 
-    def __init__(self, order: Order, put: Put) -> None:
-        self._order, self._put = order, put
+    def __init__(self, order: Order, put: Put, hub: Hub | None) -> None:
+        self._order, self._hub, self.to_router = order, hub, put
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._next: queue.SimpleQueue[Any] | None = None
+        self._next: Callable[[Batch], None] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             worker = self._order.make()
-            self._put(Hello(self._inbox))
-            work(worker, self._inbox, self)
+            with contextlib.ExitStack() as open_:
+                address = None
+                if self._hub is not None:
+                    listener = open_.enter_context(listen(self._hub.key, self._hub.host))
+                    threading.Thread(target=let_in, args=(listener, self._inbox), daemon=True).start()
+                    address = listener.address
+                self.to_router(Hello(Doors(self._inbox, address)))
+                work(worker, self._inbox, self)
         except BaseException:
-            self._put(Gone(traceback.format_exc()))
+            self.to_router(Gone(traceback.format_exc()))
         else:
-            self._put(Gone("it was told to end"))
-
-    def to_router(self, message: Any) -> None:
-        self._put(message)
+            self.to_router(Gone("it was told to end"))
 
     def connect(self, following: Any) -> None:
-        self._next = following
+        self._next = None
+        if isinstance(following, Doors):
+            self._next = following.inbox.put
+        elif following is not None:
+            assert self._hub is not None
+            sockets = Sockets(self.to_router, self._hub.key)
+            sockets.connect(following)
+            self._next = sockets.onward
 
     def onward(self, batch: Batch) -> None:
         if self._next is not None:
-            self._next.put(batch)
+            self._next(batch)
 
     def send(self, message: Any) -> None:
         self._inbox.put(message)
@@ -118,6 +129,8 @@ class Remote:
         threading.Thread(target=receive, args=(line, self._heard), daemon=True).start()
 
     def send(self, message: Any) -> None:
+        if isinstance(message, Join) and isinstance(message.following, Doors):
+            message = message._replace(following=message.following.address)
         if self._line is not None:
             with contextlib.suppress(OSError):
                 send(self._line, packed(message) if isinstance(message, Batch) else message)

@@ -27,7 +27,7 @@ from anydepth.types import unknown
 
 PLACES = ("here", "process", "ray")
 ROUTING = ("round_robin", "least_loaded")
-FILLS = ("full",)
+FILLS = ("full", "deferred", "project")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +102,7 @@ def _manifest(content: dict[str, Any]) -> Manifest:
             raise ValueError(f"{key} is {content[key]!r}; allowed: a string")
     for key, allowed in (("routing", ROUTING), ("fill", FILLS)):
         if content.get(key, allowed[0]) not in allowed:
-            why = ": a pipeline sends every row on to the last segment" if key == "fill" else ""
-            raise ValueError(f"{key} is {content[key]!r}; allowed: {', '.join(allowed)}{why}")
+            raise ValueError(f"{key} is {content[key]!r}; allowed: {', '.join(allowed)}")
     for field in fields(Manifest):
         if field.type == "int" and field.name in content:
             _whole(field.name, content[field.name])

@@ -21,29 +21,32 @@ from anydepth.types import Sampling
 
 
 class Seat(NamedTuple):
-    """A request takes a slot and pages in every worker; `key` is its number, used once. `policy` and `numbers` (the
-    policy's parameters for it) are of an adaptive policy."""
+    """A request takes a slot and pages in every worker; `key` is its number, used once. An adaptive `policy` begins
+    with `numbers`, is asked at the depths `asked` and leaves at `deepest` at the latest."""
 
     key: int
     positions: int  # K/V positions it may need
     sampling: Sampling
-    bounds: tuple[int, int]
     seed: int
     max_tokens: int
-    policy: str | None
-    numbers: tuple[float, ...]
+    deepest: int
+    policy: str | None = None
+    numbers: tuple[float, ...] = ()
+    asked: frozenset[int] = frozenset()
 
 
 class Row(NamedTuple):
     """`length` positions of a request from `start`. The last one's state at depth `read` (None: where the policy says;
-    0: nowhere) gives its `output`-th token; `left` is the depth at which it was read already, 0 before."""
+    0: nowhere) gives its `output`-th token; `left` is the depth at which it was read already, 0 before. `ran` counts
+    positions times segments that were run for it."""
 
     key: int
     start: int
     length: int
     output: int
     read: int | None
-    left: int
+    left: int = 0
+    ran: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +94,14 @@ class Joined(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What came of a row that was read."""
+    """What came of a row that was read, and the segments executed for it."""
 
     key: int
     output: int
     token_id: int
     depth: int
     logprob: float | None
+    executed: int
 
 
 class Reads(NamedTuple):
@@ -110,13 +114,16 @@ class Reads(NamedTuple):
 
 
 class Held(NamedTuple):
-    """An answer to Ask: pages and slots in use, bytes by tensor, batches and rows run since the start."""
+    """An answer to Ask: pages and slots in use, positions that wait (`deferred`), bytes by tensor; batches, positions
+    times segments and the policies' tallies since the worker started."""
 
     pages: int
     slots: int
+    waiting: int
     tensors: Mapping[str, int]
     batches: int
     rows: int
+    tallies: Mapping[str, int]
 
 
 class Gone(NamedTuple):

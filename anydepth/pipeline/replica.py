@@ -13,12 +13,12 @@ from typing import Any
 from anydepth.engine.answers import add_token, cut_short
 from anydepth.engine.plan import Read, Sequence
 from anydepth.exits.base import Policy
+from anydepth.exits.load import policy_name
 from anydepth.pipeline.links import Link
 from anydepth.pipeline.manifest import Manifest
 from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Joined, Reads, Row, Seat, Token
 from anydepth.types import Chunk, Request
 
-START = Callable[[int, Callable[[Any], None]], Link]  # stage, where its worker's messages go
 TRIES = 3  # of a worker that goes before it has said hello
 
 
@@ -68,22 +68,13 @@ class Replica:
         self.sequences[key] = sequence
         self.free_slots -= 1
         self.free_pages -= self.pages_for(request)
-        policy, numbers = request.policy, ()
+        (low, high), sampling, policy = request.bounds, request.sampling, request.policy
         assert isinstance(policy, Policy)
+        seat = Seat(key, last + request.max_tokens, sampling, request.seed, request.max_tokens, high)
         if policy.needs != "nothing":
-            numbers = policy.parameters(request.sampling, request.bounds, self.segments)  # type: ignore[assignment]
-        self._seats.append(
-            Seat(
-                key,
-                last + request.max_tokens,
-                request.sampling,
-                request.bounds,
-                request.seed,
-                request.max_tokens,
-                policy.name if numbers else None,
-                numbers,
-            )
-        )
+            numbers = policy.parameters(sampling, (low, high), self.segments)
+            seat = seat._replace(policy=policy_name(sampling), numbers=numbers, asked=frozenset(asked_depths(request)))
+        self._seats.append(seat)
         (self._prompts if sequence.prefilling else self._ready).append(key)
 
     def feed(self) -> None:
@@ -115,7 +106,7 @@ class Replica:
             sequence = self.sequences[key := self._ready.popleft()]
             request, position = sequence.request, sequence.position
             planned = request.policy.planned(request.sampling, sequence.issued, self.segments)
-            rows.append(Row(key, position, 1, sequence.issued, planned, 0))
+            rows.append(Row(key, position, 1, sequence.issued, planned))
             ids.append(sequence.token_ids[-1] if sequence.issued else request.prompt_ids[-1])
             sequence.in_flight = self.segments
         room = self.manifest.max_batched_tokens
@@ -128,7 +119,7 @@ class Replica:
             sequence.prefilled += length
             sequence.usage.segments_prefill += length * self.segments
             read = self.segments if sequence.prefilled == len(prompt) else 0
-            chunks.append((Row(key, start, length, 0, read, 0), prompt[start : start + length]))
+            chunks.append((Row(key, start, length, 0, read), prompt[start : start + length]))
             if not sequence.prefilling:
                 self._prompts.popleft()
                 if not read:  # its last token is a decode row, which may follow at once
@@ -180,8 +171,9 @@ class Replica:
         if sequence is None:  # aborted
             return None
         assert token.output == sequence.issued
+        if sequence.issued or sequence.prefill_end < len(sequence.request.prompt_ids):
+            sequence.usage.segments_executed += token.executed
         sequence.issued += 1
-        sequence.usage.segments_executed += sequence.in_flight
         sequence.in_flight = 0
         chunk = add_token(sequence, Read(token.token_id, token.depth, token.logprob, True))
         if chunk.finish_reason:
@@ -205,3 +197,9 @@ class Replica:
             self.restarts += started
             self.links[stage] = self._start(stage, self.lives[stage])
         return chunks, why
+
+
+def asked_depths(request: Request) -> list[int]:
+    """Depths at which an adaptive policy has to say whether the request's rows leave."""
+    policy, (_, high) = request.policy, request.bounds
+    return [d for d in range(1, high) if policy.everywhere or policy.asks(request.sampling, request.bounds, d)]

@@ -10,7 +10,7 @@ import itertools
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Any
 from anydepth.engine.answers import cut_short
 from anydepth.engine.plan import Sequence as UnderWay
 from anydepth.engine.requests import Requests
-from anydepth.exits.base import Policy
+from anydepth.exits.base import known_profiles
 from anydepth.exits.load import load_policy
 from anydepth.pipeline.export import outline, read_artifacts
 from anydepth.pipeline.links import Actor, Here, Hub, Link, Process
 from anydepth.pipeline.manifest import Manifest
 from anydepth.pipeline.messages import Ask, Held
-from anydepth.pipeline.replica import Replica
+from anydepth.pipeline.replica import Replica, asked_depths
 from anydepth.pipeline.serve import Order
+from anydepth.profile import Profile
 from anydepth.types import Chunk, Request, Sampling
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class QueueFullError(RuntimeError):
 class Router:
     """Serves the artifacts of a manifest; a context manager, which ends the workers.
 
-    policies: what loads an exit policy by name. As with an Engine: `submit`, then `step` until `idle`, or `run`. A
+    profiles: thresholds of `confidence` and `probe`. As with an Engine: `submit`, then `step` until `idle`, or `run`. A
     request in a replica where a worker dies ends with finish reason "error", and `reason` says why; it is not tried
     again, since what it has said may have been passed on. One thread at a time. Raises ValueError for artifacts that
     are not the manifest's, RuntimeError where a worker cannot be started.
@@ -55,7 +56,7 @@ class Router:
         artifacts: str | Path,
         *,
         tokenizer: Tokenizer | None = None,
-        policies: Callable[[str], Policy] = load_policy,
+        profiles: Sequence[Profile] = (),
     ) -> None:
         found = read_artifacts(artifacts, manifest)
         self.manifest, self._artifacts = manifest, str(Path(artifacts).expanduser().resolve())
@@ -63,7 +64,8 @@ class Router:
         self.shape = replace(outline(found[0].config, manifest.segments).shape, probed=probed)
         self.readouts = {manifest.segments.index(layer) + 1 for layer in manifest.readouts}
         eos_ids = frozenset(found[0].eos_ids)
-        self.requests = Requests(self.shape, load=policies, tokenizer=tokenizer, eos_ids=eos_ids, certificate=None)
+        load = partial(load_policy, profiles=known_profiles(profiles, self.shape))
+        self.requests = Requests(self.shape, load=load, tokenizer=tokenizer, eos_ids=eos_ids, certificate=None)
         self.waiting: deque[tuple[int, Request]] = deque()
         self._where: dict[str, tuple[int, Replica | None]] = {}  # id -> key and replica, of all that have not ended
         self._reasons: dict[str, str] = {}
@@ -218,6 +220,7 @@ class Router:
             slots=manifest.max_batch,
             pages=manifest.pages,
             page_size=manifest.page_size,
+            fill=manifest.fill,
             threads=manifest.threads,
         )
 
@@ -225,7 +228,7 @@ class Router:
             self._events.put((number, stage, life, message))
 
         if place.place == "here":
-            return Here(order, put)
+            return Here(order, put, self._hub)
         assert self._hub is not None
         if place.place == "process":
             return Process(order, put, self._hub)
@@ -248,11 +251,11 @@ class Router:
                 f"prompt and answer may need {positions} K/V positions; every worker has {most}: raise kv_pages, or "
                 f"shorten the prompt or max_tokens"
             )
-        policy, sampling, (low, high) = request.policy, request.sampling, request.bounds
+        policy, sampling = request.policy, request.sampling
         planned = {policy.planned(sampling, n, self.shape.segments) for n in range(request.max_tokens)}
         asked = {depth for depth in planned if depth is not None}
         if None in planned:
-            asked |= set(range(low, high + 1))
+            asked |= {request.bounds[1], *(d for d in asked_depths(request) if d >= request.bounds[0])}
         if sampling.first_token == "prefill":
             asked.add(self.shape.segments)
         if missing := sorted(asked - self.readouts):

@@ -17,9 +17,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from anydepth.pipeline.messages import (
     Ask,
@@ -48,6 +49,7 @@ class Order:
     slots: int
     pages: int
     page_size: int
+    fill: str
     threads: int
 
     def make(self) -> Worker:
@@ -57,13 +59,13 @@ class Order:
 
         own = [read_artifact(self.artifacts, segment) for segment in self.segments]
         part = Part(own, dtype=self.dtype, device=self.device)
-        return Worker(part, slots=self.slots, pages=self.pages, page_size=self.page_size)
+        return Worker(part, slots=self.slots, pages=self.pages, page_size=self.page_size, fill=self.fill)
 
 
 class Outlet(Protocol):
     """Where a worker's messages go."""
 
-    def to_router(self, message: Any) -> None: ...
+    to_router: Callable[[Any], None]
 
     def connect(self, following: Any) -> None:
         """From now on batches go to that worker; None: nowhere."""
@@ -92,15 +94,19 @@ def work(worker: Worker, inbox: queue.SimpleQueue[Any], outlet: Outlet) -> None:
                     outlet.to_router(Reads(batch.epoch, batch.number, tuple(tokens), done))
 
 
+class Doors(NamedTuple):
+    """The address of a worker that is a thread: its inbox for those in the same process, a listener's for others."""
+
+    inbox: queue.SimpleQueue[Any]
+    address: Any
+
+
 class Sockets:
-    """The outlet of a worker in a process of its own."""
+    """The outlet of a worker towards another process. `to_router`: what takes messages to the router."""
 
-    def __init__(self, router: Connection, key: bytes) -> None:
-        self._router, self._key = router, key
+    def __init__(self, to_router: Callable[[Any], None], key: bytes) -> None:
+        self.to_router, self._key = to_router, key
         self._next: Connection | None = None
-
-    def to_router(self, message: Any) -> None:
-        send(self._router, message)
 
     def connect(self, following: Any) -> None:
         if self._next is not None:
@@ -129,10 +135,10 @@ def serve(order: Order, router: Any, number: int, key: bytes, host: str | None =
     try:
         worker = order.make()
         with listen(key, host) as listener:
-            threading.Thread(target=_accept, args=(listener, inbox), daemon=True).start()
+            threading.Thread(target=let_in, args=(listener, inbox), daemon=True).start()
             threading.Thread(target=receive, args=(line, inbox.put, Stop()), daemon=True).start()
             send(line, Hello(listener.address))
-            work(worker, inbox, Sockets(line, key))
+            work(worker, inbox, Sockets(partial(send, line), key))
     except BaseException:
         with contextlib.suppress(OSError):
             send(line, Gone(traceback.format_exc()))
@@ -141,7 +147,7 @@ def serve(order: Order, router: Any, number: int, key: bytes, host: str | None =
         line.close()
 
 
-def _accept(listener: Listener, inbox: queue.SimpleQueue[Any]) -> None:
+def let_in(listener: Listener, inbox: queue.SimpleQueue[Any]) -> None:
     """Let workers in: the one before this, and after its death the next one in its place."""
     for line in accepted(listener):
         threading.Thread(target=receive, args=(line, inbox.put), daemon=True).start()
