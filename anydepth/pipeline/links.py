@@ -57,8 +57,9 @@ class Here:
                     address = listener.address
                 self.to_router(Hello(Doors(self._inbox, address)))
                 work(worker, self._inbox, self)
-        except BaseException:
-            self.to_router(Gone(traceback.format_exc()))
+        except BaseException as error:
+            traceback.print_exc()
+            self.to_router(Gone(f"{type(error).__name__}: {error}"))
         else:
             self.to_router(Gone("it was told to end"))
 

@@ -64,6 +64,9 @@ class Router:
         self.shape = replace(outline(found[0].config, manifest.segments).shape, probed=probed)
         self.readouts = {manifest.segments.index(layer) + 1 for layer in manifest.readouts}
         eos_ids = frozenset(found[0].eos_ids)
+        for profile in profiles:
+            if profile.model_hash is not None or profile.head_hash is not None:
+                profile.check_hashes(model_hash=found[0].model_hash, head_hash=found[0].head_hash)
         load = partial(load_policy, profiles=known_profiles(profiles, self.shape))
         self.requests = Requests(self.shape, load=load, tokenizer=tokenizer, eos_ids=eos_ids, certificate=None)
         self.waiting: deque[tuple[int, Request]] = deque()

@@ -14,7 +14,6 @@ import queue
 import secrets
 import socket
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -139,9 +138,9 @@ def serve(order: Order, router: Any, number: int, key: bytes, host: str | None =
             threading.Thread(target=receive, args=(line, inbox.put, Stop()), daemon=True).start()
             send(line, Hello(listener.address))
             work(worker, inbox, Sockets(partial(send, line), key))
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
-            send(line, Gone(traceback.format_exc()))
+            send(line, Gone(f"{type(error).__name__}: {error}"))
         raise
     finally:
         line.close()
