@@ -92,6 +92,13 @@ def export_segments(manifest: Manifest, out: str | Path) -> Path:
             device=torch.device("cpu"),
         )
         model.attach(heads)
+    try:
+        json.dumps(weights.config)
+    except TypeError as error:
+        raise ValueError(
+            f"{place.path}: its config holds what JSON cannot ({error}), RoPE factors of a GGUF file; give the "
+            f"checkpoint as safetensors"
+        ) from error
     folder = Path(out).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     about = {

@@ -247,6 +247,11 @@ class Router:
         """What a pipeline cannot do, or not with these artifacts and sizes."""
         if request.forced:
             raise ValueError("a pipeline answers; score continuations with LLM.score on one device")
+        if request.sampling.n != 1 or request.priority:
+            raise ValueError(
+                f"n is {request.sampling.n}, priority {request.priority}; submit makes one answer (n = 1), and a "
+                f"pipeline's requests go in the order they come (priority 0)"
+            )
         positions = len(request.prompt_ids) + request.max_tokens - 1
         most = self.manifest.pages * self.manifest.page_size
         if positions > most:

@@ -13,6 +13,7 @@ import pickle
 import queue
 import secrets
 import socket
+import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -189,7 +190,7 @@ def listen(key: bytes, host: str | None) -> Listener:
     """A listener on a port of `host`, or, without one, on a name of this machine."""
     if host is not None:
         return Listener((host, 0), family="AF_INET", backlog=8, authkey=key)
-    name = Path(os.environ.get("TMPDIR", "/tmp")) / f"anydepth-{os.getpid()}-{secrets.token_hex(4)}"
+    name = Path(tempfile.gettempdir()) / f"anydepth-{os.getpid()}-{secrets.token_hex(4)}"
     return Listener(str(name), family="AF_UNIX", backlog=64, authkey=key)
 
 
