@@ -72,6 +72,14 @@ def test_other_shapes_without_heads(tmp_path, poisoned, changes):
     assert_equal_to_engine(manifest, tmp_path, asks(Random(3), 20))
 
 
+@pytest.mark.parametrize("own", ["Confident", "Positive"])
+def test_a_policy_of_somebodys_own(tmp_path, own):
+    manifest = made(tmp_path, *((own, "here") for own in CUTS["three"]))
+    asked = [([n, n + 1], {"max_tokens": 8, "exit_policy": f"tests.exits.own:{own}"}) for n in range(8)]
+    wanted = assert_equal_to_engine(manifest, tmp_path, asked)
+    assert len({depth for output in wanted.values() for depth in output.depths}) > 1
+
+
 @pytest.mark.parametrize("places", [("process", "process"), ("process", "here")])
 def test_processes_answer_as_the_engine(tmp_path, places):
     fill = {"process": "deferred", "here": "full"}[places[1]]
