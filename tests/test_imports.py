@@ -71,6 +71,7 @@ NO_TORCH = [
     "anydepth.engine.text",
     "anydepth.models.nano.questions",
     "anydepth.models.nano.tokenizer",
+    "anydepth.pipeline.admission",
     "anydepth.pipeline.manifest",
     "anydepth.eval",
 ]

@@ -20,6 +20,7 @@ from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Kill, Stop, pac
 from anydepth.pipeline.serve import Doors, Order, Sockets, accepted, let_in, listen, receive, send, serve, work
 
 Put = Callable[[Any], None]
+END_S = 10.0  # for a worker to end by itself
 
 
 class Link(Protocol):
@@ -85,7 +86,7 @@ class Here:
 
     def close(self) -> None:
         self._inbox.put(Stop())
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=END_S)
 
 
 class Hub:
@@ -170,7 +171,7 @@ class Process(Remote):
 
     def close(self) -> None:
         self.send(Stop())
-        self._process.join(timeout=10)
+        self._process.join(timeout=END_S if self._line is not None else 0)
         self._process.kill()
 
 
@@ -203,7 +204,7 @@ class Actor(Remote):
 
     def close(self) -> None:
         self.send(Stop())
-        self._ray.wait([self._running], timeout=10)
+        self._ray.wait([self._running], timeout=END_S if self._line is not None else 0)
         self._ray.kill(self._actor)
 
 

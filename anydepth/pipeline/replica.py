@@ -14,6 +14,7 @@ from anydepth.engine.answers import add_token, cut_short
 from anydepth.engine.plan import Read, Sequence
 from anydepth.exits.base import Policy
 from anydepth.exits.load import policy_name
+from anydepth.pipeline.admission import asked_depths
 from anydepth.pipeline.links import Link
 from anydepth.pipeline.manifest import Manifest
 from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Joined, Reads, Row, Seat, Token
@@ -197,9 +198,3 @@ class Replica:
             self.restarts += started
             self.links[stage] = self._start(stage, self.lives[stage])
         return chunks, why
-
-
-def asked_depths(request: Request) -> list[int]:
-    """Depths at which an adaptive policy has to say whether the request's rows leave."""
-    policy, (_, high) = request.policy, request.bounds
-    return [d for d in range(1, high) if policy.everywhere or policy.asks(request.sampling, request.bounds, d)]

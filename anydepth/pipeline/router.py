@@ -7,6 +7,7 @@ first workers, and turn the tokens that come back into answers, as the engine do
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 import time
 from collections import deque
@@ -22,12 +23,13 @@ from anydepth.engine.plan import Sequence as UnderWay
 from anydepth.engine.requests import Requests
 from anydepth.exits.base import known_profiles
 from anydepth.exits.load import load_policy
+from anydepth.pipeline.admission import check_request
 from anydepth.pipeline.export import outline, read_artifacts
-from anydepth.pipeline.links import Actor, Here, Hub, Link, Process
+from anydepth.pipeline.links import Link
 from anydepth.pipeline.manifest import Manifest
 from anydepth.pipeline.messages import Ask, Held
-from anydepth.pipeline.replica import Replica, asked_depths
-from anydepth.pipeline.serve import Order
+from anydepth.pipeline.replica import Replica
+from anydepth.pipeline.start import Starter
 from anydepth.profile import Profile
 from anydepth.types import Chunk, Request, Sampling
 
@@ -59,7 +61,7 @@ class Router:
         profiles: Sequence[Profile] = (),
     ) -> None:
         found = read_artifacts(artifacts, manifest)
-        self.manifest, self._artifacts = manifest, str(Path(artifacts).expanduser().resolve())
+        self.manifest = manifest
         probed = frozenset(artifact.segment for artifact in found if artifact.probe)
         self.shape = replace(outline(found[0].config, manifest.segments).shape, probed=probed)
         self.readouts = {manifest.segments.index(layer) + 1 for layer in manifest.readouts}
@@ -76,13 +78,15 @@ class Router:
         self._keys, self._turn = itertools.count(), 0
         self._events: queue.SimpleQueue[tuple[int, int, int, Any]] = queue.SimpleQueue()
         self._held: dict[tuple[int, int], Held] = {}
-        self._hub = self._open_hub()
+        self._starter = Starter(manifest, artifacts)
         self.replicas: list[Replica] = []
         try:
             for number in range(manifest.replicas):
                 start = partial(self._start, number)
                 self.replicas.append(Replica(manifest, self.shape.segments, start=start))
-            self._await_start()
+            self.settle()
+            if lost := [replica.lost for replica in self.replicas if replica.lost]:
+                raise RuntimeError(f"the pipeline does not start: {lost[0]}")
         except BaseException:
             self.close()
             raise
@@ -100,7 +104,7 @@ class Router:
     def prepare(self, prompt: str | Sequence[int], sampling: Sampling | None = None, **options: Any) -> Request:
         """A checked Request, see `Engine.prepare`. ValueError for anything that cannot be honoured."""
         request = self.requests.make(prompt, sampling, **options)
-        self._check(request)
+        check_request(request, self.manifest, segments=self.shape.segments, readouts=self.readouts)
         return request
 
     def submit(
@@ -179,8 +183,7 @@ class Router:
             for number, replica in enumerate(self.replicas)
             for stage in range(len(replica.links) if replica.up else 0)
         ):
-            assert time.monotonic() < deadline, "a worker does not answer"
-            self._hear(1.0)
+            self._hear(1.0, deadline)
         return [
             {"replica": number, "stage": stage, "restarts": self.replicas[number].restarts, **held._asdict()}
             for (number, stage), held in sorted(self._held.items())
@@ -190,87 +193,16 @@ class Router:
         """Wait until every worker that died has been replaced, or its replica given up."""
         deadline = time.monotonic() + START_S
         while not all(replica.up or replica.lost for replica in self.replicas):
-            assert time.monotonic() < deadline, "a worker does not come up"
-            self._hear(1.0)
+            self._hear(1.0, deadline)
 
     def close(self) -> None:
         """End the workers. What has not been answered stays so."""
-        for replica in self.replicas:
-            for link in replica.links:
-                link.close()
+        self._starter.close()
         self.replicas = []
-        if self._hub is not None:
-            self._hub.close()
-
-    def _open_hub(self) -> Hub | None:
-        places = {stage.place for stage in self.manifest.stages}
-        if "ray" in places:
-            import ray
-
-            if not ray.is_initialized():
-                ray.init()
-            return Hub(ray.util.get_node_ip_address())
-        return Hub(None) if "process" in places else None
 
     def _start(self, number: int, stage: int, life: int) -> Link:
         """Start the worker of a stage of replica `number`, in its `life`-th life."""
-        manifest, place = self.manifest, self.manifest.stages[stage]
-        order = Order(
-            artifacts=self._artifacts,
-            segments=place.segments,
-            dtype=manifest.dtype,
-            device=place.device[number],
-            slots=manifest.max_batch,
-            pages=manifest.pages,
-            page_size=manifest.page_size,
-            fill=manifest.fill,
-            threads=manifest.threads,
-        )
-
-        def put(message: Any) -> None:
-            self._events.put((number, stage, life, message))
-
-        if place.place == "here":
-            return Here(order, put, self._hub)
-        assert self._hub is not None
-        if place.place == "process":
-            return Process(order, put, self._hub)
-        return Actor(order, put, self._hub, place.host[number] if place.host else None)
-
-    def _await_start(self) -> None:
-        self.settle()
-        for replica in self.replicas:
-            if replica.lost:
-                raise RuntimeError(f"the pipeline does not start: {replica.lost}")
-
-    def _check(self, request: Request) -> None:
-        """What a pipeline cannot do, or not with these artifacts and sizes."""
-        if request.forced:
-            raise ValueError("a pipeline answers; score continuations with LLM.score on one device")
-        if request.sampling.n != 1 or request.priority:
-            raise ValueError(
-                f"n is {request.sampling.n}, priority {request.priority}; submit makes one answer (n = 1), and a "
-                f"pipeline's requests go in the order they come (priority 0)"
-            )
-        positions = len(request.prompt_ids) + request.max_tokens - 1
-        most = self.manifest.pages * self.manifest.page_size
-        if positions > most:
-            raise ValueError(
-                f"prompt and answer may need {positions} K/V positions; every worker has {most}: raise kv_pages, or "
-                f"shorten the prompt or max_tokens"
-            )
-        policy, sampling = request.policy, request.sampling
-        planned = {policy.planned(sampling, n, self.shape.segments) for n in range(request.max_tokens)}
-        asked = {depth for depth in planned if depth is not None}
-        if None in planned:
-            asked |= {request.bounds[1], *(d for d in asked_depths(request) if d >= request.bounds[0])}
-        if sampling.first_token == "prefill":
-            asked.add(self.shape.segments)
-        if missing := sorted(asked - self.readouts):
-            raise ValueError(
-                f"the request may be read at depths {missing}, where these artifacts have no readout; allowed: "
-                f"{sorted(self.readouts)} (readouts in the manifest)"
-            )
+        return self._starter.start(number, stage, lambda said: self._events.put((number, stage, life, said)))
 
     def _feed(self) -> None:
         """Seat those who wait, in order, and send micro-batches."""
@@ -298,8 +230,10 @@ class Router:
         self._turn = self.replicas.index(having[0]) + 1
         return having[0]
 
-    def _hear(self, timeout_s: float) -> None:
+    def _hear(self, timeout_s: float, deadline: float = math.inf) -> None:
         """Take in what has come, waiting for the first of it."""
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"a worker has neither answered nor died for {START_S:.0f} s")
         try:
             event = self._events.get(timeout=timeout_s)
             while True:

@@ -39,6 +39,9 @@ def nodes():
 
 def test_two_nodes_answer_as_the_engine_and_one_actor_dies(tmp_path, nodes):
     manifest = made(tmp_path, ((1, 2), "ray"), ((3, 4), "ray"), heads=True)
+    lost = replace(manifest, stages=(replace(manifest.stages[0], host=("nowhere",)), manifest.stages[1]))
+    with pytest.raises(ValueError, match="no host with the resource 'nowhere'"):
+        router_of(lost, tmp_path)
     stages = (replace(manifest.stages[0], host=("left",)), replace(manifest.stages[1], host=("right",)))
     manifest = replace(manifest, stages=stages)
     asked = asks(Random(6), 40, heads=True)
