@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from anydepth.engine.engine import Engine
-from anydepth.models.attach import attach_heads
+from anydepth.models.attach import load_with_heads
 from anydepth.models.heads import ExitHeads, Head, Probe
-from anydepth.models.load import load_checkpoint, weights_hash
+from anydepth.models.load import weights_hash
 from anydepth.pipeline.export import export_segments
 from anydepth.pipeline.manifest import Manifest, Stage, read_manifest
 from anydepth.pipeline.router import Router
@@ -110,9 +110,7 @@ def asks(rng: Random, count: int, *, segments: int = LAYERS, heads: bool = False
 def engine_answers(manifest: Manifest, asked: Sequence[Ask], tokenizer: Any = None) -> dict[str, Output]:
     """By id, "0" onwards."""
     segments = list(manifest.segments)
-    checkpoint = load_checkpoint(manifest.model, dtype="float64", segments=segments)
-    if manifest.heads is not None:
-        attach_heads(checkpoint, manifest.heads)
+    checkpoint, _ = load_with_heads(manifest.model, manifest.heads, dtype="float64", segments=segments)
     profiles = [PROFILE] if manifest.heads is not None else []
     options = {"fill": manifest.fill, "profiles": profiles, "prefix_sharing": False}  # which a pipeline has not
     engine = Engine(checkpoint.model, tokenizer=tokenizer, eos_ids=checkpoint.eos_ids, **options)
