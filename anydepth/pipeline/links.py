@@ -9,15 +9,17 @@ import contextlib
 import pickle
 import queue
 import secrets
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol
 
 from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Kill, Stop, packed
-from anydepth.pipeline.serve import Doors, Order, Sockets, accepted, let_in, listen, receive, send, serve, work
+from anydepth.pipeline.serve import Door, Doors, Order, Sockets, letting_in, receive, send, serve, work
 
 Put = Callable[[Any], None]
 END_S = 10.0  # for a worker to end by itself
@@ -53,9 +55,9 @@ class Here:
             with contextlib.ExitStack() as open_:
                 address = None
                 if self._hub is not None:
-                    listener = open_.enter_context(listen(self._hub.key, self._hub.host))
-                    threading.Thread(target=let_in, args=(listener, self._inbox), daemon=True).start()
-                    address = listener.address
+                    door = Door(self._hub.where, self._hub.key, letting_in(self._inbox))
+                    open_.callback(door.close)
+                    address = door.address
                 self.to_router(Hello(Doors(self._inbox, address)))
                 work(worker, self._inbox, self)
         except BaseException as error:
@@ -90,15 +92,17 @@ class Here:
 
 
 class Hub:
-    """Where workers of other processes call in. `host`: this machine's address for other hosts, None: it has none."""
+    """Where workers of other processes call in. `host`: this machine's address for other hosts, None without any."""
 
     def __init__(self, host: str | None) -> None:
         self.key = secrets.token_bytes(32)
-        self._listener = listen(self.key, host)
-        self.address, self.host = self._listener.address, host
+        # A process that is killed leaves the name of its door behind; here it goes with the folder.
+        self._folder = tempfile.TemporaryDirectory(prefix="anydepth-") if host is None else None
+        self.where: Path | str = host if self._folder is None else Path(self._folder.name)  # type: ignore[assignment]
         self._expected: dict[int, Remote] = {}
         self._numbers = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._door = Door(self.where, self.key, self._enter)
+        self.address = self._door.address
 
     def expect(self, link: Remote) -> int:
         """The number under which that link's worker will call."""
@@ -106,13 +110,13 @@ class Hub:
         self._expected[self._numbers] = link
         return self._numbers
 
-    def _accept(self) -> None:
-        for line in accepted(self._listener):
-            with contextlib.suppress(EOFError, OSError):
-                self._expected.pop(pickle.loads(line.recv_bytes())).connected(line)
+    def _enter(self, line: Connection) -> None:
+        self._expected.pop(pickle.loads(line.recv_bytes())).connected(line)
 
     def close(self) -> None:
-        self._listener.close()
+        self._door.close()
+        if self._folder is not None:
+            self._folder.cleanup()
 
 
 class Remote:
@@ -157,7 +161,7 @@ class Process(Remote):
 
     def __init__(self, order: Order, put: Put, hub: Hub) -> None:
         super().__init__(hub, put)
-        target, arguments = serve, (order, hub.address, self.number, hub.key, hub.host)
+        target, arguments = serve, (order, hub.address, self.number, hub.key, hub.where)
         self._process = get_context("spawn").Process(target=target, args=arguments, daemon=True)
         self._process.start()
         threading.Thread(target=self._wait, daemon=True).start()

@@ -8,16 +8,15 @@ to know the pipeline's key, and messages are unpickled only then.
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import queue
 import secrets
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -123,9 +122,47 @@ class Sockets:
                 send(self._next, packed(batch))
 
 
-def serve(order: Order, router: Any, number: int, key: bytes, host: str | None = None) -> None:
-    """The main function of a worker's process: connect to the router as worker `number`, load, and work. `host`: the
-    address at which workers on other hosts reach this one; None: all are on this one."""
+class Door:
+    """Where others connect: those who know the key are handed to `enter`. `where`: a folder of this machine, in which
+    the door gets a name, or this machine's address, at which it gets a port that other hosts can reach."""
+
+    def __init__(self, where: Path | str, key: bytes, enter: Callable[[Connection], None]) -> None:
+        self._key, self._enter, self._open = key, enter, True
+        if isinstance(where, Path):
+            name = str(where / secrets.token_hex(6))
+            self._listener = Listener(name, family="AF_UNIX", backlog=16, authkey=key)
+        else:
+            self._listener = Listener((where, 0), family="AF_INET", backlog=16, authkey=key)
+        self.address = self._listener.address
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while self._open:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                line = self._listener.accept()
+                if self._open:
+                    self._enter(quick(line))
+
+    def close(self) -> None:
+        self._open = False
+        with contextlib.suppress(AuthenticationError, EOFError, OSError):
+            dial(self.address, self._key).close()  # which is what the thread waits for
+        self._thread.join(timeout=10)
+        self._listener.close()
+
+
+def letting_in(inbox: queue.SimpleQueue[Any]) -> Callable[[Connection], None]:
+    """What puts all that comes over a connection into an inbox, in a thread of its own."""
+
+    def enter(line: Connection) -> None:
+        threading.Thread(target=receive, args=(line, inbox.put), daemon=True).start()
+
+    return enter
+
+
+def serve(order: Order, router: Any, number: int, key: bytes, where: Path | str) -> None:
+    """The main function of a worker's process: connect to the router as worker `number`, load, and work."""
     import torch
 
     torch.set_num_threads(order.threads)
@@ -134,10 +171,9 @@ def serve(order: Order, router: Any, number: int, key: bytes, host: str | None =
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     try:
         worker = order.make()
-        with listen(key, host) as listener:
-            threading.Thread(target=let_in, args=(listener, inbox), daemon=True).start()
+        with contextlib.closing(Door(where, key, letting_in(inbox))) as door:
             threading.Thread(target=receive, args=(line, inbox.put, Stop()), daemon=True).start()
-            send(line, Hello(listener.address))
+            send(line, Hello(door.address))
             work(worker, inbox, Sockets(partial(send, line), key))
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -145,26 +181,6 @@ def serve(order: Order, router: Any, number: int, key: bytes, host: str | None =
         raise
     finally:
         line.close()
-
-
-def let_in(listener: Listener, inbox: queue.SimpleQueue[Any]) -> None:
-    """Let workers in: the one before this, and after its death the next one in its place."""
-    for line in accepted(listener):
-        threading.Thread(target=receive, args=(line, inbox.put), daemon=True).start()
-
-
-def accepted(listener: Listener) -> Any:
-    """Connections of those who know the key, until the listener is closed."""
-    from multiprocessing import AuthenticationError
-
-    while True:
-        try:
-            line = listener.accept()
-        except (AuthenticationError, EOFError, ConnectionError):
-            continue
-        except OSError:
-            return
-        yield quick(line)
 
 
 def receive(line: Connection, put: Callable[[Any], None], last: Any = None) -> None:
@@ -184,14 +200,6 @@ def send(line: Connection, message: Any) -> None:
 
 def dial(address: Any, key: bytes) -> Connection:
     return quick(Client(address, authkey=key))
-
-
-def listen(key: bytes, host: str | None) -> Listener:
-    """A listener on a port of `host`, or, without one, on a name of this machine."""
-    if host is not None:
-        return Listener((host, 0), family="AF_INET", backlog=8, authkey=key)
-    name = Path(tempfile.gettempdir()) / f"anydepth-{os.getpid()}-{secrets.token_hex(4)}"
-    return Listener(str(name), family="AF_UNIX", backlog=64, authkey=key)
 
 
 def quick(line: Any) -> Any:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+import threading
+import time
 from random import Random
 
 import pytest
@@ -46,6 +50,29 @@ def test_500_requests_and_two_deaths(tmp_path):
             assert output.token_ids == wanted[id].token_ids[: len(output.token_ids)]
         else:
             assert_same(output, wanted[id])
+
+
+def test_nothing_stays_behind_after_the_end(tmp_path, monkeypatch):
+    """No thread, no open file and no name of a socket, also of a process that was killed."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    with router_of(made(tmp_path, ((1, 2, 3), "here"), ((4,), "process")), tmp_path) as router:
+        router.submit([1, 2])
+        router.step()
+        router.replicas[0].links[1].kill()
+        assert wait_for(lambda: router.step(0.1) is not None and router.replicas[0].restarts == 1, 60.0)
+        assert_nothing_held(router)
+        assert len(list(tmp_path.glob("anydepth-*/*"))) == 4, "doors of router, thread and two processes"
+    assert not list(tmp_path.glob("anydepth-*"))
+    assert wait_for(lambda: set(threading.enumerate()) == before[0])
+    assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before[1])
+
+
+def wait_for(true, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return true()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -38,7 +38,7 @@ def nodes():
 
 
 def test_two_nodes_answer_as_the_engine_and_one_actor_dies(tmp_path, nodes):
-    manifest = made(tmp_path, ((1, 2), "ray"), ((3, 4), "ray"), heads=True)
+    manifest = made(tmp_path, ((1, 2), "ray"), ((3, 4), "ray"), heads=True, kv_pages=200)
     lost = replace(manifest, stages=(replace(manifest.stages[0], host=("nowhere",)), manifest.stages[1]))
     with pytest.raises(ValueError, match="no host with the resource 'nowhere'"):
         router_of(lost, tmp_path)
@@ -52,12 +52,12 @@ def test_two_nodes_answer_as_the_engine_and_one_actor_dies(tmp_path, nodes):
         got = outputs_of(router.run(prepared(router, asked)))
         for id, output in got.items():
             assert_same(output, wanted[id])
-        chunks = router.run(prepared(router, asked))
+        chunks = router.run(prepared(router, [([n], {"max_tokens": 100, "ignore_eos": True}) for n in range(20)]))
         first = next(chunks)
         router.replicas[0].links[1].kill()
         ended = [chunk.output for chunk in [first, *chunks] if chunk.output]
         failed = [output for output in ended if output.finish_reason == "error"]
-        assert len({output.request_id for output in ended}) == 40 and 0 < len(failed) <= manifest.max_batch
+        assert len({output.request_id for output in ended}) == 20 and 0 < len(failed) <= manifest.max_batch
         assert all("worker 2 of 2 has died" in router.reason(output.request_id) for output in failed)
         assert_nothing_held(router)
         assert router.replicas[0].restarts == 1
