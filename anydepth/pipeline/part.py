@@ -66,12 +66,20 @@ class Part(Llama):
             h_Nd = self.layers[index].forward(index - self.first_layer, h_Nd, rotary, kv)
         return h_Nd
 
+    def readout(self, k: int, h_Nd: Tensor) -> Tensor:
+        """As in `Llama`; a shortlist, which needs no LM head, is told the vocabulary by one without numbers."""
+        if k in self.heads and self.heads[k].kind == "shortlist":
+            return self.heads[k].logits(h_Nd, torch.empty(self.shape.hidden, self.shape.vocab, device="meta"), self.eps)
+        return super().readout(k, h_Nd)
+
     def pack(self) -> None:
-        """As in `Decoder`, for the layers it has."""
+        """As in `Decoder`, for the layers it has; and the LM head, where it is not the embedding too."""
         with torch.no_grad():
             for layer in self.layers:
-                if layer.qkv.device == self.device:
+                if not layer.qkv.is_meta:
                     layer.each_matrix(pack)
+            if not (self.tied and self.is_first) and not self.head.is_meta:
+                self.head = pack(self.head)
 
     def held(self) -> dict[str, int]:
         """Bytes by name of every tensor it has storage for."""
@@ -82,7 +90,7 @@ class Part(Llama):
             found |= {f"exit.{k}.{name}": tensor for name, tensor in head.tensors.items()}
         for k, probe in self.probes.items():
             found[f"exit.{k}.probe"] = probe.weight
-        return {name: t.numel() * t.element_size() for name, t in found.items() if t.device.type != "meta"}
+        return {name: t.numel() * t.element_size() for name, t in found.items() if not t.is_meta}
 
     def _outer(self, names: set[str]) -> dict[str, Tensor]:
         """Storage for embedding, norm and LM head, as far as its artifacts have them."""

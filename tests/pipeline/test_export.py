@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anydepth.models.attach import load_with_heads
 from anydepth.models.load import load_checkpoint
 from anydepth.pipeline.export import export_segments, read_artifact, read_artifacts
 from anydepth.pipeline.part import Part
@@ -81,6 +82,19 @@ def test_a_worker_holds_its_own_tensors_and_no_others(tmp_path, tied):
     outer = [{name: size for name, size in h.items() if name in ("embedding", "head", "norm")} for h in held]
     assert outer[0].keys() == {"embedding", "head", "norm"} and outer[2].keys() == {"head", "norm"} and not outer[1]
     assert outer[0]["embedding"] == embedding_bytes
+
+
+def test_a_packed_head_reads_what_the_models_does(tmp_path):
+    """One large enough to be packed, in float32; and a shortlist beside it, which needs the vocabulary's size."""
+    manifest = made(tmp_path, *CUT, heads=True, changes={"vocab_size": 8192})
+    whole, _ = load_with_heads(manifest.model, manifest.heads, dtype="float32", segments=[1, 2, 3, 4])
+    part = Part([read_artifact(tmp_path / "parts", n) for n in (1, 2, 3, 4)], dtype="float32", device="cpu")
+    assert part.head.is_mkldnn == torch.backends.mkldnn.is_available()
+    h_Nd = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        for k in (1, 2, 3, 4):
+            assert torch.allclose(part.readout(k, h_Nd), whole.model.readout(k, h_Nd), atol=1e-5), k
+            assert part.readout(k, h_Nd).shape == (5, 8192)
 
 
 @pytest.mark.parametrize(
