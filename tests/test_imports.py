@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "eval": SHARED | {"ops", "models", "exits", "engine", "reference"},
     "bench": SHARED | {"ops", "models", "exits", "engine"},
     "rollout": SHARED | {"models", "exits", "engine", "train"},
+    "pipeline": SHARED | {"ops", "models", "exits", "engine"},
     "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
 }
 COMMANDS = {
@@ -72,6 +73,8 @@ NO_TORCH = [
     "anydepth.engine.text",
     "anydepth.models.nano.questions",
     "anydepth.models.nano.tokenizer",
+    "anydepth.pipeline.admission",
+    "anydepth.pipeline.manifest",
     "anydepth.eval",
 ]
 

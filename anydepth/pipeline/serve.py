@@ -1,0 +1,210 @@
+"""A worker at work: messages in, tokens to the router and batches to the next worker out, until it is told to end.
+
+The loop is one for all places; what differs is the Outlet. In another process everything goes over
+`multiprocessing.connection`: one connection to the router, and one from each worker to the next. Whoever connects has
+to know the pipeline's key, and messages are unpickled only then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import queue
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from anydepth.pipeline.messages import (
+    Ask,
+    Batch,
+    Gone,
+    Hello,
+    Join,
+    Joined,
+    Kill,
+    Reads,
+    Stop,
+    packed,
+    unpacked,
+)
+from anydepth.pipeline.worker import Worker
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What a worker is made from: its artifacts and sizes. It goes to other processes and hosts as it is."""
+
+    artifacts: str
+    segments: tuple[int, ...]
+    dtype: str | None
+    device: str
+    slots: int
+    pages: int
+    page_size: int
+    fill: str
+    threads: int
+
+    def make(self) -> Worker:
+        """Load the worker's own artifacts."""
+        from anydepth.pipeline.export import read_artifact
+        from anydepth.pipeline.part import Part
+
+        own = [read_artifact(self.artifacts, segment) for segment in self.segments]
+        part = Part(own, dtype=self.dtype, device=self.device)
+        return Worker(part, slots=self.slots, pages=self.pages, page_size=self.page_size, fill=self.fill)
+
+
+class Outlet(Protocol):
+    """Where a worker's messages go."""
+
+    to_router: Callable[[Any], None]
+
+    def connect(self, following: Any) -> None:
+        """From now on batches go to that worker; None: nowhere."""
+
+    def onward(self, batch: Batch) -> None: ...
+
+
+def work(worker: Worker, inbox: queue.SimpleQueue[Any], outlet: Outlet) -> None:
+    """Handle messages until Stop. Batches of another epoch are dropped: their requests have ended."""
+    while not isinstance(message := inbox.get(), Stop):
+        match message:
+            case Join(epoch, following):
+                worker.join(epoch)
+                outlet.connect(following)
+                outlet.to_router(Joined(epoch))
+            case Ask():
+                outlet.to_router(worker.held())
+            case Kill():
+                raise RuntimeError("killed")
+            case Batch() if message.epoch == worker.epoch:
+                batch, tokens = worker.run(unpacked(message))
+                done = worker.part.own[-1] == worker.segments
+                if not done:
+                    outlet.onward(batch)
+                if tokens or done:
+                    outlet.to_router(Reads(batch.epoch, batch.number, tuple(tokens), done))
+
+
+class Doors(NamedTuple):
+    """The address of a worker that is a thread: its inbox for those in the same process, a listener's for others."""
+
+    inbox: queue.SimpleQueue[Any]
+    address: Any
+
+
+class Sockets:
+    """The outlet of a worker towards another process. `to_router`: what takes messages to the router."""
+
+    def __init__(self, to_router: Callable[[Any], None], key: bytes) -> None:
+        self.to_router, self._key = to_router, key
+        self._next: Connection | None = None
+
+    def connect(self, following: Any) -> None:
+        if self._next is not None:
+            self._next.close()
+        self._next = None
+        if following is not None:
+            # A worker that has died since: the router will say which one follows instead.
+            with contextlib.suppress(OSError, EOFError):
+                self._next = dial(following, self._key)
+
+    def onward(self, batch: Batch) -> None:
+        if self._next is not None:
+            with contextlib.suppress(OSError):
+                send(self._next, packed(batch))
+
+
+class Door:
+    """Where others connect: those who know the key are handed to `enter`. `where`: a folder of this machine, in which
+    the door gets a name, or this machine's address, at which it gets a port that other hosts can reach."""
+
+    def __init__(self, where: Path | str, key: bytes, enter: Callable[[Connection], None]) -> None:
+        self._key, self._enter, self._open = key, enter, True
+        if isinstance(where, Path):
+            name = str(where / secrets.token_hex(6))
+            self._listener = Listener(name, family="AF_UNIX", backlog=16, authkey=key)
+        else:
+            self._listener = Listener((where, 0), family="AF_INET", backlog=16, authkey=key)
+        self.address = self._listener.address
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while self._open:
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):
+                line = self._listener.accept()
+                if self._open:
+                    self._enter(quick(line))
+
+    def close(self) -> None:
+        self._open = False
+        with contextlib.suppress(AuthenticationError, EOFError, OSError):
+            dial(self.address, self._key).close()  # which is what the thread waits for
+        self._thread.join(timeout=10)
+        self._listener.close()
+
+
+def letting_in(inbox: queue.SimpleQueue[Any]) -> Callable[[Connection], None]:
+    """What puts all that comes over a connection into an inbox, in a thread of its own."""
+
+    def enter(line: Connection) -> None:
+        threading.Thread(target=receive, args=(line, inbox.put), daemon=True).start()
+
+    return enter
+
+
+def serve(order: Order, router: Any, number: int, key: bytes, where: Path | str) -> None:
+    """The main function of a worker's process: connect to the router as worker `number`, load, and work."""
+    import torch
+
+    torch.set_num_threads(order.threads)
+    line = dial(router, key)
+    line.send_bytes(pickle.dumps(number))
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    try:
+        worker = order.make()
+        with contextlib.closing(Door(where, key, letting_in(inbox))) as door:
+            threading.Thread(target=receive, args=(line, inbox.put, Stop()), daemon=True).start()
+            send(line, Hello(door.address))
+            work(worker, inbox, Sockets(partial(send, line), key))
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            send(line, Gone(f"{type(error).__name__}: {error}"))
+        raise
+    finally:
+        line.close()
+
+
+def receive(line: Connection, put: Callable[[Any], None], last: Any = None) -> None:
+    """Put what comes in, and `last` when the other end has gone."""
+    try:
+        while True:
+            put(pickle.loads(line.recv_bytes()))
+    except (EOFError, OSError):
+        if last is not None:
+            put(last)
+
+
+def send(line: Connection, message: Any) -> None:
+    # torch would replace the pickler of Connection.send by one that shares memory between processes.
+    line.send_bytes(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
+
+
+def dial(address: Any, key: bytes) -> Connection:
+    return quick(Client(address, authkey=key))
+
+
+def quick(line: Any) -> Any:
+    """Without the delay by which TCP waits for more to send."""
+    with contextlib.suppress(OSError), socket.fromfd(line.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
+        if copy.family == socket.AF_INET and isinstance(copy.getpeername(), tuple):
+            copy.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return line

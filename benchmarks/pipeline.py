@@ -1,0 +1,192 @@
+"""A pipeline of two processes on this machine: its throughput beside what the machine allows.
+
+Decode rows go through in micro-batches; each reads the weights of every stage once (not the embedding, but the last
+stage's LM head) and the K/V of its rows. The slower stage sets the pace, and memory is shared. Two predictions:
+
+- bound: a stage needs max(FLOPs / peak, bytes / bandwidth), both of one process while the other works too; and the two
+  together read no more than both were seen to read at once.
+- products: a stage needs the time of its matrix products for a micro-batch, measured while the other's are; that has
+  weights read once and bandwidth shared, at the speed that these products reach for so few rows.
+
+Both are measured before and after, and the better of the two is taken. Throughput is of the time in which all requests
+decode.
+
+    python benchmarks/pipeline.py --out runs/pipeline            # SmolLM2-135M, C = 32, micro-batches of 8: 2 minutes
+    python benchmarks/pipeline.py --out runs/tiny --tokens 8 --requests 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from anydepth.bench.roofline import Machine, measure_machine
+from anydepth.ops.linear import linear
+from anydepth.pipeline.export import export_segments, outline, read_artifacts
+from anydepth.pipeline.manifest import Manifest, Stage
+from anydepth.pipeline.part import Part
+from anydepth.pipeline.router import Router
+from anydepth.types import Sampling
+
+PROMPT_TOKENS = 16
+
+
+class Measured(NamedTuple):
+    """What a stage's process reaches while the others work too: its peak and bandwidth, and seconds of its products."""
+
+    machine: Machine
+    products_s: float
+
+
+class Predicted(NamedTuple):
+    """Seconds of a micro-batch in each stage by FLOPs and bytes, of reading all their bytes together, and the tokens/s
+    that follow from these and from the products."""
+
+    stage_s: tuple[float, ...]
+    memory_s: float
+    bound_tokens_per_s: float
+    products_tokens_per_s: float
+
+
+def manifest_of(model: str, exits: tuple[int, ...], *, requests: int, micro_batch: int) -> Manifest:
+    """Two stages, one process each, read at the end only."""
+    stages = tuple(Stage(segments=(n,), place="process", device=("cpu",)) for n in range(1, len(exits) + 1))
+    return Manifest(
+        model=model,
+        segments=exits,
+        readouts=exits[-1:],
+        stages=stages,
+        dtype="float32",
+        max_batch=requests,
+        micro_batch=micro_batch,
+        kv_pages=requests * 16,
+    )
+
+
+def measured_in(artifacts: str, manifest: Manifest, stage: int, rows: int) -> Measured:
+    """Of one stage; to be run for all at once."""
+    torch.set_num_threads(manifest.threads)
+    own = [read_artifacts(artifacts, manifest)[segment - 1] for segment in manifest.stages[stage].segments]
+    part = Part(own, dtype=manifest.dtype, device="cpu")
+    products_s = best(lambda: products(part, rows))
+    part.shape = replace(part.shape, segment_layers=(part.shape.segment_layers[part.own[0] - 1],))
+    return Measured(measure_machine(part), products_s)
+
+
+@torch.inference_mode()
+def products(part: Part, rows: int) -> None:
+    """The products of a micro-batch with all matrices of a part."""
+    wide = part.layers[part.first_layer].shape
+    x, inner, attended = (torch.ones(rows, size) for size in (wide.hidden, wide.inner, wide.heads * wide.head_dim))
+    for k in part.own:
+        for layer in (part.layers[index] for index in part.shape.segment_layers[k - 1]):
+            linear(x, layer.qkv)
+            linear(attended, layer.o)
+            linear(x, layer.gate_up)
+            linear(inner, layer.down)
+        if k == part.shape.segments:
+            part.readout(k, x)
+
+
+def best(function: Callable[[], None], repetitions: int = 20) -> float:
+    seconds = []
+    for _ in range(repetitions):
+        began = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def measure(artifacts: str, manifest: Manifest, rows: int) -> list[Measured]:
+    """Every stage, measured while the others are."""
+    count = len(manifest.stages)
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
+        list(pool.map(time.sleep, [2.0] * count))  # so that every process is up, and imports are done with
+        return list(pool.map(measured_in, [artifacts] * count, [manifest] * count, range(count), [rows] * count))
+
+
+def predict(artifacts: str, manifest: Manifest, stages: list[Measured], *, rows: int, context: float) -> Predicted:
+    """What the machine allows a micro-batch of `rows` whose contexts have `context` positions on average."""
+    found = read_artifacts(artifacts, manifest)
+    model = outline(found[0].config, manifest.segments)
+    stage_s, total_bytes = [], 0.0
+    for stage, (machine, _) in zip(manifest.stages, stages, strict=True):
+        costs = [model.cost("segment", k, context) for k in stage.segments]
+        costs += [model.cost("readout", k, context) for k in stage.segments if model.shape.segments == k]
+        flops = rows * sum(cost.flops_per_row for cost in costs)
+        moved = sum(cost.weight_bytes_per_turn + rows * cost.bytes_per_row for cost in costs)
+        stage_s.append(max(flops / machine.flops_per_s, moved / machine.bytes_per_s))
+        total_bytes += moved
+    memory_s = total_bytes / sum(stage.machine.bytes_per_s for stage in stages)
+    products_s = max(stage.products_s for stage in stages)
+    return Predicted(tuple(stage_s), memory_s, rows / max(*stage_s, memory_s), rows / products_s)
+
+
+def run(artifacts: str, manifest: Manifest, *, tokens: int, requests: int) -> float:
+    """tokens/s while all requests decode."""
+    arrived, first = dict.fromkeys(map(str, range(requests)), 0), 0.0
+    with Router(manifest, artifacts) as router:
+        vocabulary = router.shape.vocab
+        for n in range(requests):
+            prompt = [(7 * n + 13 * m) % vocabulary for m in range(PROMPT_TOKENS)]
+            router.submit(prompt, Sampling(max_tokens=tokens, ignore_eos=True), id=str(n))
+        counted = last = 0.0
+        while not router.idle:
+            for chunk in router.step():
+                arrived[chunk.request_id] += chunk.token_id is not None
+                if not first and min(arrived.values()) >= 1:
+                    first, counted = time.perf_counter(), float(sum(arrived.values()))
+                if not last and chunk.finish_reason:
+                    last, counted = time.perf_counter(), sum(arrived.values()) - counted
+    return counted / (last - first)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--model", default="smollm2-135m")
+    options.add_argument("--exits", default="19,30", help="last layer of each stage; 30 layers and a head of eight")
+    options.add_argument("--requests", type=int, default=32)
+    options.add_argument("--micro-batch", type=int, default=8)
+    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("--repetitions", type=int, default=3)
+    asked = options.parse_args()
+    exits = tuple(map(int, asked.exits.split(",")))
+    manifest = manifest_of(asked.model, exits, requests=asked.requests, micro_batch=asked.micro_batch)
+    artifacts = str(export_segments(manifest, asked.out / "artifacts"))
+    rows = min(asked.micro_batch, -(-asked.requests // len(exits)))
+    before = measure(artifacts, manifest, rows)
+    speeds = [run(artifacts, manifest, tokens=asked.tokens, requests=asked.requests) for _ in range(asked.repetitions)]
+    after = measure(artifacts, manifest, rows)
+    stages = [better(a, b) for a, b in zip(before, after, strict=True)]
+    predicted = predict(artifacts, manifest, stages, rows=rows, context=PROMPT_TOKENS + asked.tokens / 2)
+    measured = sorted(speeds)[len(speeds) // 2]
+    for n, ((machine, products_s), stage_s) in enumerate(zip(stages, predicted.stage_s, strict=True), 1):
+        print(
+            f"stage {n}: {machine.flops_per_s / 1e9:.1f} GFLOP/s, {machine.bytes_per_s / 1e9:.1f} GB/s; a micro-batch "
+            f"of {rows} needs {1e3 * stage_s:.1f} ms by these, {1e3 * products_s:.1f} ms for its products"
+        )
+    print(f"all stages' bytes together: {1e3 * predicted.memory_s:.1f} ms")
+    print(f"measured {measured:.1f} tokens/s ({min(speeds):.1f}-{max(speeds):.1f}; target 85 % of what is predicted)")
+    for name, value in (("bound", predicted.bound_tokens_per_s), ("products", predicted.products_tokens_per_s)):
+        print(f"predicted by {name}: {value:.1f} tokens/s, reached {100 * measured / value:.0f} %")
+    result = {"predicted": predicted._asdict(), "measured_tokens_per_s": speeds, "stages": stages}
+    (asked.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def better(a: Measured, b: Measured) -> Measured:
+    machine = Machine(*map(max, zip(a.machine, b.machine, strict=True)))
+    return Measured(machine, min(a.products_s, b.products_s))
+
+
+if __name__ == "__main__":
+    main()
