@@ -169,7 +169,7 @@ def read_artifact(folder: str | Path, segment: int) -> Artifact:
     """What was written of a segment. ValueError for what is missing or of another version."""
     path = Path(folder).expanduser() / f"segment-{segment}.json"
     if not path.is_file():
-        raise ValueError(f"there is no {path}; make it with: anydepth export --segments manifest.toml")
+        raise ValueError(f"there is no {path}; make it with: anydepth export --segments manifest.toml FOLDER")
     content = read_versioned(path, what="no description of a segment", version=VERSION)
     listed = ("segments", "readouts", "eos_ids", "tensors")
     values: dict[str, Any] = {

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from anydepth.cli import main
 from anydepth.models.attach import load_with_heads
 from anydepth.models.load import load_checkpoint
 from anydepth.pipeline.export import export_segments, read_artifact, read_artifacts
@@ -138,3 +139,20 @@ def test_artifacts_of_other_exports_or_manifests_are_refused(tmp_path):
     (tmp_path / "other" / "parts" / "segment-4.json").unlink()
     with pytest.raises(ValueError, match="anydepth export --segments"):
         read_artifacts(tmp_path / "other" / "parts", other)
+
+
+def test_the_command_writes_the_parts_of_a_manifest(tmp_path, monkeypatch, capsys):
+    write_folder(tmp_path / "model", dtype=torch.float64, num_hidden_layers=2)
+    (tmp_path / "m.toml").write_text(
+        f'model = "{tmp_path / "model"}"\nsegments = [1, 2]\n[[stage]]\nsegments = [1]\n[[stage]]\nsegments = [2]\n'
+    )
+    ask = ["anydepth", "export", "--segments", str(tmp_path / "m.toml"), str(tmp_path / "parts")]
+    monkeypatch.setattr("sys.argv", ask)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code and "docs/pipeline.md" in capsys.readouterr().out
+    assert read_artifact(tmp_path / "parts", 2).tensors
+    monkeypatch.setattr("sys.argv", [*ask, "again"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code and "a folder too many" in capsys.readouterr().err
