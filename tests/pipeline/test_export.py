@@ -155,4 +155,4 @@ def test_the_command_writes_the_parts_of_a_manifest(tmp_path, monkeypatch, capsy
     monkeypatch.setattr("sys.argv", [*ask, "again"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code and "a folder too many" in capsys.readouterr().err
+    assert ended.value.code and "one folder too many" in capsys.readouterr().err
