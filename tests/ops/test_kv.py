@@ -121,6 +121,7 @@ def test_fills():
         "full": (3, True, False, None),
         "last_exited": (3, False, True, None),
         "deferred": (3, False, False, None),
+        "project": (3, False, True, None),
         "shared": (1, False, False, 1),
     }
     layered = shape(looped=False)
