@@ -88,7 +88,7 @@ def test_layered_teacher_forced_at_one_depth_equals_the_truncated_model():
 
 
 def test_project_makes_keys_and_values_of_the_state_that_was_read():
-    """By hand, of the position read at depth 1; the one that goes deep after it reads other numbers than under `full`."""
+    """By hand, of the position read at depth 1; one that goes deep after it reads other numbers than under `full`."""
     model = make("layered", segments=[1, 2, 4])
     settings = {"trace": [3, 1, 3], "max_tokens": 3}
     projected, full = (generate(model, PROMPT, fill=fill, **settings) for fill in ("project", "full"))
