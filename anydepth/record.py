@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -221,6 +221,16 @@ def remove(folder: str | Path) -> None:
 def ids_hash(ids: tuple[int, ...]) -> str:
     """sha256 (hex) of token ids, written as compact JSON: `prompt_ids_sha256` of a sample."""
     return hashlib.sha256(json.dumps(ids, separators=(",", ":")).encode()).hexdigest()
+
+
+def files_hash(files: Iterable[Path]) -> str:
+    """sha256 (hex) over the bytes of files, one after the other; read piece by piece."""
+    digest = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from anydepth.models.heads import ABOUT, load_heads
+from anydepth.models.heads import load_heads, read_about
 from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint, load_checkpoint
 from anydepth.profile import Profile
@@ -23,7 +22,7 @@ def load_with_heads(
     if heads is None:
         return load_checkpoint(name, segments=segments, **options), None
     if segments is None:
-        segments = _exits(Path(heads).expanduser() / ABOUT)
+        segments = sorted(map(int, read_about(heads)["exits"]))
     try:
         checkpoint = load_checkpoint(name, segments=segments, **options)
     except ValueError as error:
@@ -35,16 +34,6 @@ def load_with_heads(
     )
     model.attach(found)
     return checkpoint, found.hash
-
-
-def _exits(about: Path) -> list[int]:
-    """The layers after which heads read. ValueError where there are none."""
-    try:
-        return sorted(map(int, json.loads(about.read_text(encoding="utf-8"))["exits"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"there are no exit heads in {about.parent} ({error}); make some: anydepth train heads"
-        ) from error
 
 
 def read_profiles(

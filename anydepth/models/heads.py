@@ -15,7 +15,6 @@ it has reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from torch import Tensor
 from anydepth.models.base import Shape
 from anydepth.models.decoder import rms_norm
 from anydepth.ops.linear import linear
-from anydepth.record import read_versioned, write_atomically
+from anydepth.record import files_hash, read_versioned, write_atomically
 
 KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "ids")}
 PROBE = ("weight", "bias")
@@ -105,11 +104,21 @@ class ExitHeads:
             "version": VERSION,
             "model_hash": self.model_hash,
             "exits": {str(n): self.heads[n].kind if n in self.heads else None for n in self.exits},
-            "sha256": file_hash(folder / FILE),
+            "sha256": files_hash([folder / FILE]),
             **self.about,
         }
         write_atomically(folder / ABOUT, json.dumps(content, indent=1).encode() + b"\n")
         return folder
+
+
+def read_about(folder: str | Path) -> dict[str, Any]:
+    """What heads.json says. ValueError where there are no heads, or it is malformed or of another version."""
+    folder = Path(folder).expanduser()
+    if not (folder / ABOUT).is_file() or not (folder / FILE).is_file():
+        raise ValueError(
+            f"there are no exit heads in {folder} ({ABOUT} and {FILE}); make some with: anydepth train heads"
+        )
+    return read_versioned(folder / ABOUT, what="no description of exit heads", version=VERSION, advice="")
 
 
 def load_heads(
@@ -117,18 +126,13 @@ def load_heads(
 ) -> ExitHeads:
     """Heads that were saved, for a backbone. ValueError for ones of another backbone, of another width or vocabulary,
     for exits that are no layer of it, and for files that are missing, corrupt or not as they were written."""
-    folder = Path(folder).expanduser()
-    if not (folder / ABOUT).is_file() or not (folder / FILE).is_file():
-        raise ValueError(
-            f"there are no exit heads in {folder} ({ABOUT} and {FILE}); make some with: anydepth train heads"
-        )
-    about = read_versioned(folder / ABOUT, what="no description of exit heads", version=VERSION, advice="")
+    folder, about = Path(folder).expanduser(), read_about(folder)
     if about["model_hash"] != model_hash:
         raise ValueError(
             f"{folder}: these heads were made for the backbone {about['model_hash'][:16]}, this one is "
             f"{model_hash[:16]}; heads belong to one backbone, train some for this one"
         )
-    found = file_hash(folder / FILE)
+    found = files_hash([folder / FILE])
     if found != about["sha256"]:
         raise ValueError(f"{folder / FILE} is not the file that {ABOUT} describes (its sha256 differs); get both again")
     tensors = _read(folder / FILE, dtype, device)
@@ -186,11 +190,6 @@ def _read(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Ten
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error}); get it again") from error
     return {name: t.to(device, dtype if t.is_floating_point() else None) for name, t in read.items()}
-
-
-def file_hash(path: Path) -> str:
-    """sha256 (hex) of a file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def exit_segments(heads: ExitHeads, exits: Sequence[int]) -> dict[int, int]:

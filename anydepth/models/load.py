@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from anydepth.models.locate import locate
 from anydepth.models.safetensors_file import SafetensorsFolder
 from anydepth.models.tokenizer import Tokenizer
 from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes, check_vocabulary
+from anydepth.record import files_hash
 from anydepth.types import unknown
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -109,12 +109,7 @@ def load_checkpoint(
 
 def weights_hash(files: Iterable[Path]) -> str:
     """sha256 (hex) over the bytes of weight files, in order of name."""
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
+    return files_hash(sorted(files))
 
 
 def open_weights(path: Path) -> Weights:

@@ -23,13 +23,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from anydepth.models.heads import PROBE, ExitHeads, file_hash, load_heads
+from anydepth.models.heads import PROBE, ExitHeads, load_heads
 from anydepth.models.llama import Llama
 from anydepth.models.load import DTYPES, model_class, open_weights, weights_hash
 from anydepth.models.locate import locate
 from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes
 from anydepth.pipeline.manifest import Manifest
-from anydepth.record import read_versioned, write_atomically
+from anydepth.record import files_hash, read_versioned, write_atomically
 
 NORM, VERSION = "model.norm.weight", 1
 SAME = ("model_hash", "head_hash", "config", "segments", "readouts", "eos_ids", "dtype")  # in all of a pipeline
@@ -56,7 +56,7 @@ class Artifact:
 
     def read(self) -> dict[str, Tensor]:
         """Its tensors. ValueError for a file that is not the one that was written."""
-        if not self.path.is_file() or file_hash(self.path) != self.sha256:
+        if not self.path.is_file() or files_hash([self.path]) != self.sha256:
             raise ValueError(f"{self.path} is not the file that its JSON describes; export the segments again")
         try:
             with safe_open(self.path, framework="pt") as file:
@@ -156,7 +156,7 @@ def _write(
         "head": kinds.get(segment) if layer in readouts else None,
         "probe": segment in model.probes and layer in readouts,
         "tensors": sorted(tensors),
-        "sha256": file_hash(path),
+        "sha256": files_hash([path]),
     }
     write_atomically(path.with_suffix(".json"), json.dumps(content, indent=1).encode() + b"\n")
 

@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from anydepth.models.heads import file_hash
 from anydepth.models.load import Checkpoint
-from anydepth.record import write_atomically
+from anydepth.record import files_hash, write_atomically
 from anydepth.train.prepared import MANIFEST, VERSION, Prepared, load_prepared, prompt_number
 
 PLAN = "plan.json"
@@ -163,7 +162,7 @@ class _Maker:
 def _plan(sources: Sequence[Source], checkpoint: Checkpoint, max_tokens: int, answer_tokens: int) -> dict[str, Any]:
     words, own = checkpoint.tokenizer, any(source.own_answers for source in sources)
     assert words is not None
-    described = [asdict(s) | {"path": s.path.name, "sha256": file_hash(s.path)} for s in sources]
+    described = [asdict(s) | {"path": s.path.name, "sha256": files_hash([s.path])} for s in sources]
     return {
         "version": VERSION,
         "sources": described,
@@ -212,7 +211,7 @@ def _finish(folder: Path, plan: Mapping[str, Any], names: Sequence[str], report:
         raise ValueError(f"no row fits into {plan['max_tokens']} tokens with an answer; allow longer rows")
     prompt_tokens = sum(int(part["prompts"].sum()) for part in parts)
     facts = {"documents": documents, "tokens": tokens, "answer_tokens": tokens - prompt_tokens, "cut": cut}
-    shards = {name: file_hash(folder / name) for name in names}
+    shards = {name: files_hash([folder / name]) for name in names}
     content = {**plan, **facts, "left_out": left_out, "shards": shards}
     write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode() + b"\n")
     report(f"{documents} documents, {tokens} tokens of which {tokens - prompt_tokens} are answers, in {folder}")

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from anydepth.models.heads import file_hash
 from anydepth.models.load import Checkpoint
-from anydepth.record import read_versioned
+from anydepth.record import files_hash, read_versioned
 
 VERSION, MANIFEST = 1, "manifest.json"
 HELD_OUT_SHARE = 0.03
@@ -80,7 +79,7 @@ def load_prepared(folder: Path, checkpoint: Checkpoint) -> Prepared:
         )
     parts = []
     for name, sha256 in manifest["shards"].items():
-        if not (folder / name).is_file() or file_hash(folder / name) != sha256:
+        if not (folder / name).is_file() or files_hash([folder / name]) != sha256:
             raise ValueError(f"{folder / name} is missing or was changed; remove it and prepare again")
         parts.append(load_file(folder / name))
     ids, lengths, prompts, numbers = (torch.cat([part[key] for part in parts]) for key in _KEYS)
