@@ -36,7 +36,7 @@ def train_heads(
     kind: Annotated[
         str, typer.Option(help="norm, low_rank or shortlist; one for all exits, or one each.")
     ] = "low_rank",
-    rank: Annotated[int, typer.Option(help="Of low_rank heads.")] = 16,
+    rank: Annotated[int, typer.Option(help="Of the correction in low_rank and shortlist heads.")] = 64,
     shortlist: Annotated[int, typer.Option(help="Tokens of shortlist heads, the most frequent of the data.")] = 4096,
     temperature: Annotated[float, typer.Option(help="Of teacher and head in the KL.")] = 1.0,
     ce_weight: Annotated[float, typer.Option(help="Of the cross-entropy of the data's own tokens.")] = 0.0,
@@ -56,7 +56,8 @@ def train_heads(
     evaluate_every: Annotated[int, typer.Option(help="Steps between evaluations on held-out rows.")] = 100,
     evaluate_documents: Annotated[int, typer.Option(help="Held-out rows of one.")] = 64,
     save_every: Annotated[int, typer.Option(help="Steps between saved states.")] = 50,
-    seed: Annotated[int, typer.Option(help="Decides order and initial weights.")] = 0,
+    save_dtype: Annotated[str, typer.Option(help="Of the heads' file; float16 halves it.")] = "float32",
+    seed: Annotated[int, typer.Option(help="Decides the order of the data.")] = 0,
     licence: Annotated[str, typer.Option(help="A sentence for the model card's licence section.")] = "",
     resume: Annotated[bool, typer.Option("--resume/--restart", help="Go on from OUT's state, or begin anew.")] = True,
     threads: Threads = None,
@@ -103,6 +104,7 @@ def train_heads(
         evaluate_every=evaluate_every,
         evaluate_documents=evaluate_documents,
         save_every=save_every,
+        save_dtype=save_dtype,
         seed=seed,
     ).checked(layers, checkpoint.model.shape.vocab)
     folder = prepare or out / "data"

@@ -30,7 +30,7 @@ def load_with_heads(
     model = checkpoint.model
     assert isinstance(model, Llama), "segments= is refused for all others"
     found = load_heads(
-        heads, model_hash=checkpoint.model_hash, shape=model.shape, dtype=model.dtype, device=model.device
+        heads, model_hash=checkpoint.model_hash, shape=model.shape, unembedding_dV=model.head, dtype=model.dtype
     )
     model.attach(found)
     return checkpoint, found.hash

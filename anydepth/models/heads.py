@@ -7,10 +7,11 @@ A head turns the state after segment k into logits over the whole vocabulary; a 
 |---|---|---|
 | `norm` | own RMSNorm, then the model's own unembedding | d |
 | `low_rank` | own RMSNorm, x + (x a) b with a [d, r] and b [r, d], then the model's own unembedding | d (1 + 2 r) |
-| `shortlist` | own RMSNorm, then a column for each of the S tokens `ids` and one for "any other" | d (S + 2) + S |
+| `shortlist` | the same, but of the unembedding only the S tokens `ids`, and `other` for any other | d (2 + 2 r) + S |
 
-A shortlist head declines where "any other" is its largest logit: the row then goes on, whatever its policy says, unless
-it has reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
+A shortlist is kept as what it is made of and read as one table [d, S + 1]: those columns through the correction. It
+declines where "any other" is its largest logit: the row then goes on, whatever its policy says, unless it has reached
+its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
 """
 
 from __future__ import annotations
@@ -31,17 +32,26 @@ from anydepth.models.decoder import rms_norm
 from anydepth.ops.linear import linear
 from anydepth.record import files_hash, read_versioned, write_atomically
 
-KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "ids")}
+KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "ids")}  # to read with
+FILES = {**KINDS, "shortlist": ("norm", "a", "b", "other", "ids")}  # to keep
 PROBE = ("weight", "bias")
 FILE, ABOUT, VERSION = "heads.safetensors", "heads.json", 1
 
 
 @dataclass(frozen=True)
 class Head:
-    """One exit's readout: `tensors` by the names of its kind."""
+    """One exit's readout: `tensors` by the names of its kind in KINDS, or, to be kept or folded, in FILES."""
 
     kind: str
     tensors: Mapping[str, Tensor]
+
+    def folded(self, unembedding_dV: Tensor) -> Head:
+        """As it is read with: a shortlist's table made from the unembedding; others as they are."""
+        if self.kind != "shortlist":
+            return self
+        own = self.tensors
+        table = torch.cat((unembedding_dV.index_select(1, own["ids"]).to(own["other"]), own["other"][:, None]), 1)
+        return Head(self.kind, {"norm": own["norm"], "table": table + own["a"] @ (own["b"] @ table), "ids": own["ids"]})
 
     def logits(self, h_Nd: Tensor, unembedding_dV: Tensor, eps: float) -> Tensor:
         """[N, V]; -inf for tokens that a shortlist leaves out."""
@@ -90,15 +100,17 @@ class ExitHeads:
         """Layers after which there is a head or a probe, ascending."""
         return tuple(sorted({*self.heads, *self.probes}))
 
-    def save(self, folder: str | Path) -> Path:
-        """Write heads.safetensors and heads.json; what lies there of earlier ones is replaced."""
+    def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+        """Write heads.safetensors, numbers in `dtype` or as they are, and heads.json; what lies there of earlier ones
+        is replaced."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {f"exit.{n}.head.{name}": t for n, head in self.heads.items() for name, t in head.tensors.items()}
         for n, probe in self.probes.items():
             tensors |= {f"exit.{n}.probe.weight": probe.weight, f"exit.{n}.probe.bias": probe.bias}
         whole = folder / f"{FILE}.new"
-        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, whole)
+        kept = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
+        save_file({name: tensor.detach().contiguous().cpu() for name, tensor in kept.items()}, whole)
         whole.replace(folder / FILE)
         content = {
             "version": VERSION,
@@ -122,10 +134,11 @@ def read_about(folder: str | Path) -> dict[str, Any]:
 
 
 def load_heads(
-    folder: str | Path, *, model_hash: str, shape: Shape, dtype: torch.dtype, device: torch.device
+    folder: str | Path, *, model_hash: str, shape: Shape, unembedding_dV: Tensor, dtype: torch.dtype
 ) -> ExitHeads:
-    """Heads that were saved, for a backbone. ValueError for ones of another backbone, of another width or vocabulary,
-    for exits that are no layer of it, and for files that are missing, corrupt or not as they were written."""
+    """Heads that were saved, for a backbone, ready to read with. ValueError for ones of another backbone, of another
+    width or vocabulary, for exits that are no layer of it, and for files that are missing, corrupt or not as they were
+    written."""
     folder, about = Path(folder).expanduser(), read_about(folder)
     if about["model_hash"] != model_hash:
         raise ValueError(
@@ -135,14 +148,14 @@ def load_heads(
     found = files_hash([folder / FILE])
     if found != about["sha256"]:
         raise ValueError(f"{folder / FILE} is not the file that {ABOUT} describes (its sha256 differs); get both again")
-    tensors = _read(folder / FILE, dtype, device)
+    tensors = _read(folder / FILE, dtype, unembedding_dV.device)
     heads, probes = dict[int, Head](), dict[int, Probe]()
     for layer, kind in ((int(n), kind) for n, kind in about["exits"].items()):
         if not 1 <= layer < shape.layers:
             raise ValueError(f"{folder}: exit after layer {layer}; allowed: 1 .. {shape.layers - 1}, inner layers")
-        own = {name: tensors.pop(f"exit.{layer}.head.{name}", None) for name in KINDS.get(kind, ())}
+        own = {name: tensors.pop(f"exit.{layer}.head.{name}", None) for name in FILES.get(kind, ())}
         if kind is not None:
-            heads[layer] = Head(kind, _checked(folder, layer, kind, own, shape))
+            heads[layer] = Head(kind, _checked(folder, layer, kind, own, shape)).folded(unembedding_dV)
         weight, bias = (tensors.pop(f"exit.{layer}.probe.{name}", None) for name in PROBE)
         if weight is not None and bias is not None:
             if weight.shape != (shape.hidden,) or bias.shape != (1,):
@@ -165,9 +178,9 @@ def _checked(
         raise ValueError(f"{folder}: the {kind} head after layer {layer} lacks {', '.join(missing)}")
     hidden, ids = shape.hidden, there.get("ids")
     rank = there["a"].shape[-1] if "a" in there else 0
-    wanted = {"norm": (hidden,), "a": (hidden, rank), "b": (rank, hidden)}
+    wanted = {"norm": (hidden,), "a": (hidden, rank), "b": (rank, hidden), "other": (hidden,)}
     if ids is not None:
-        wanted |= {"ids": (len(ids),), "table": (hidden, len(ids) + 1)}
+        wanted["ids"] = (len(ids),)
         if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= shape.vocab or len(ids.unique()) < len(ids):
             raise ValueError(
                 f"{folder}: the head after layer {layer} lists tokens that are not those of the vocabulary"

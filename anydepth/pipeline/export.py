@@ -88,8 +88,8 @@ def export_segments(manifest: Manifest, out: str | Path) -> Path:
             manifest.heads,
             model_hash=model_hash,
             shape=model.shape,
+            unembedding_dV=_whole(weights, EMBEDDING if model.tied else HEAD).t(),
             dtype=DTYPES.get(weights.stored_dtype, torch.float32),
-            device=torch.device("cpu"),
         )
         model.attach(heads)
     try:

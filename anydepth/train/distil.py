@@ -113,10 +113,12 @@ class _Work:
         self.agrees_A = torch.empty(len(h_Ad), dtype=torch.bool, device=h_Ad.device)
         self.total_4 = torch.zeros(4, dtype=torch.float64, device=h_Ad.device)
         self.column_V = _column_of(head, model.shape.vocab)
-        self.table = head.tensors.get("table")
-        self.there, self.back = frozen if self.table is None else (self.table, self.table.t())
-        self.dtype = model.dtype if self.table is None else h_Ad.dtype
-        self.dz_nC: list[Tensor] = []  # of a shortlist
+        self.other = head.tensors.get("other")
+        self.there, self.back, self.dtype = *frozen, model.dtype
+        if self.other is not None:
+            listed = model.head.index_select(1, head.tensors["ids"]).to(self.other)
+            self.there = torch.cat((listed, self.other.detach()[:, None]), 1)
+            self.back, self.dtype = self.there.t(), h_Ad.dtype
 
     def add(
         self, rows: slice, teacher: _Teacher, targets_n: Tensor, goal: Goal, room: Tensor, *, gradient: bool
@@ -129,8 +131,9 @@ class _Work:
         self.total_4 += measured_4
         if gradient:
             self.dx_Ad[rows] = linear(dz_nC.to(self.dtype), self.back) * self.counts
-            if self.table is not None:
-                self.dz_nC.append(dz_nC.clone())
+            if self.other is not None:
+                change = self.x_Ad[rows].t() @ dz_nC[:, -1] * self.counts
+                self.other.grad = change if self.other.grad is None else self.other.grad.add_(change)
 
     def finish(self, share: float | None) -> Tensor:
         """The six sums; with `share`, the gradients of all parameters, the probe's included."""
@@ -140,10 +143,6 @@ class _Work:
             )
         if share is not None:
             torch.autograd.backward([self.x_Ad, loss * share], [self.dx_Ad, None])
-        if self.table is not None and self.dz_nC:
-            with torch.no_grad():  # one product for all rows: a few of them are a bad shape for it
-                change = linear((self.x_Ad * self.counts).t().contiguous(), torch.cat(self.dz_nC))
-                self.table.grad = change if self.table.grad is None else self.table.grad.add_(change)
         kl, ce, agree, answers = self.total_4
         right = ((self.probe_A.detach() > 0) == self.agrees_A).sum()
         return torch.stack([kl, ce, loss.detach().double(), agree, answers, right.double()])

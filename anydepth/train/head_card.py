@@ -52,8 +52,9 @@ An exit that agrees on this data need not agree on yours: measure it on your own
 _KINDS = {
     "norm": "`norm`: an RMSNorm of its own, then the model's own unembedding.",
     "low_rank": "`low_rank`: an RMSNorm of its own, a low-rank correction, then the model's own unembedding.",
-    "shortlist": "`shortlist`: an RMSNorm of its own and a column for each of the most frequent tokens of the data and "
-    'one for "any other"; where that is the largest, the head declines and the token goes on.',
+    "shortlist": "`shortlist`: an RMSNorm of its own, a low-rank correction, then the model's own unembedding of the "
+    'most frequent tokens of the data and a column for "any other"; where that is the largest, the head declines and '
+    "the token goes on.",
 }
 
 

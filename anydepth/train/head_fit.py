@@ -4,9 +4,8 @@ The model's own unembedding reads an inner state badly (SmolLM2-135M after layer
 a ridge regression onto what it expects much better (2.8; with the best map of rank 16, 4.3; as "tuned lens", Belrose et
 al. 2023, learns one by gradient).
 
-x is the exit's normalised state, y full depth's. Low rank: y - x by the best a b of that rank (Izenman 1975).
-Shortlist: the unembedding's columns through the whole map, and as "any other" the log of the summed exponentials of
-the rest.
+x is the exit's normalised state, y full depth's: y - x by the best a b of a rank (Izenman 1975). A shortlist's "any
+other" begins as the log of the summed exponentials of the rest.
 Shape suffixes: as in `distil.py`.
 """
 
@@ -61,14 +60,13 @@ class Fit:
             return
         own = self.head.tensors
         ridge = _RIDGE * self._xx.diagonal().mean() * torch.eye(len(self._xx), dtype=torch.float64, device=mean.device)
-        solved = torch.linalg.solve(self._xx + ridge, torch.cat((self._xy, self._xo[:, None]), 1))
-        change, other = solved[:, :-1], solved[:, -1:]
-        if self.head.kind == "shortlist":
-            table = own["table"][:, :-1].double()
-            own["table"].copy_(torch.cat((table + change @ table, other), 1))
-            return
+        change = torch.linalg.solve(self._xx + ridge, self._xy)
         # The map's own output, x change, is best kept by its largest principal directions.
         directions = torch.linalg.eigh(change.t() @ self._xx @ change)[1][:, -own["a"].shape[1] :]
-        a, b = change @ directions, directions.t()
-        own["a"].copy_(a)
-        own["b"].copy_(b)
+        own["a"].copy_(change @ directions)
+        own["b"].copy_(directions.t())
+        if self.head.kind == "shortlist":
+            whole = (
+                torch.eye(len(change), dtype=torch.float64, device=mean.device) + change @ directions @ directions.t()
+            )
+            own["other"].copy_(torch.linalg.solve(whole.t() @ (self._xx + ridge) @ whole, whole.t() @ self._xo))

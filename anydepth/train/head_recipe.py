@@ -8,6 +8,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from anydepth.models.heads import KINDS
+from anydepth.types import unknown
+
+SAVED = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,11 +18,12 @@ class HeadRecipe:
     """Hyperparameters. exits: layers after which heads read. kinds, weights: one for all exits, or one each; as the
     exits' heads share nothing, weights matter through the common clipping only. `fit`:
     micro-batches from which heads and probes' scales are begun (0: one, and heads begin as the model's own readout). A
-    step is `accumulate` micro-batches of at most `tokens` tokens, over all processes together."""
+    step is `accumulate` micro-batches of at most `tokens` tokens, over all processes together. `save_dtype`: of the
+    numbers in heads.safetensors, float16 for half the bytes."""
 
     exits: tuple[int, ...]
     kinds: tuple[str, ...] = ("low_rank",)
-    rank: int = 16
+    rank: int = 64
     shortlist: int = 4096
     temperature: float = 1.0
     ce_weight: float = 0.0
@@ -35,6 +39,7 @@ class HeadRecipe:
     evaluate_every: int = 100
     evaluate_documents: int = 64
     save_every: int = 50
+    save_dtype: str = "float32"
     seed: int = 0
 
     def as_json(self) -> dict[str, Any]:
@@ -52,13 +57,15 @@ class HeadRecipe:
         for name, given in each.items():
             if len(given) not in (1, len(self.exits)):
                 raise ValueError(f"{len(given)} {name} for {len(self.exits)} exits; give one, or one an exit")
-        if unknown := [kind for kind in self.kinds if kind not in KINDS]:
-            raise ValueError(f"heads of kind {unknown[0]!r}; allowed: {', '.join(KINDS)}")
+        if strange := [kind for kind in self.kinds if kind not in KINDS]:
+            raise ValueError(f"heads of kind {strange[0]!r}; allowed: {', '.join(KINDS)}")
         for name, least in _LEAST.items():
             if not (value := getattr(self, name)) >= least or not math.isfinite(value):
                 raise ValueError(f"{name} is {value}; allowed: numbers from {least}")
         if self.temperature == 0 or any(not (w >= 0 and math.isfinite(w)) for w in self.weights):
             raise ValueError(f"temperature {self.temperature}, weights {self.weights}; allowed: above 0, and from 0")
+        if self.save_dtype not in SAVED:
+            raise unknown("save_dtype", self.save_dtype, SAVED)
         if "shortlist" in self.kinds and self.shortlist > vocab:
             raise ValueError(f"a shortlist of {self.shortlist} tokens; the vocabulary has {vocab}")
         whole = {name: given * (len(self.exits) // len(given)) for name, given in each.items()}

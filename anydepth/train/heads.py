@@ -15,7 +15,7 @@ from typing import Any
 
 from anydepth.models.heads import FILE
 from anydepth.models.llama import Llama
-from anydepth.models.load import Checkpoint
+from anydepth.models.load import DTYPES, Checkpoint
 from anydepth.record import write_atomically
 from anydepth.train.head_card import head_card
 from anydepth.train.head_log import Log
@@ -99,7 +99,7 @@ def _export(
         },
     }
     made = trainer.exit_heads(about)
-    made.save(out)
+    made.save(out, DTYPES[trainer.recipe.save_dtype])
     card = head_card(
         about,
         model_hash=made.model_hash,

@@ -17,7 +17,7 @@ from anydepth.models.load import Checkpoint
 from anydepth.record import files_hash, read_versioned
 
 VERSION, MANIFEST = 1, "manifest.json"
-HELD_OUT_SHARE = 0.03
+HELD_OUT_SHARE = 0.1  # enough prompts for thresholds to be fitted and certified on
 _KEYS = ("ids", "lengths", "prompts", "numbers")
 
 
@@ -27,7 +27,7 @@ def prompt_number(prompt: str) -> int:
 
 
 def held_out(prompt: str) -> bool:
-    """Whether documents of this prompt are kept for evaluation, one prompt in 33."""
+    """Whether documents of this prompt are kept for evaluation and calibration, one in ten."""
     return prompt_number(prompt) < HELD_OUT_SHARE * 2**63
 
 

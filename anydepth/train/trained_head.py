@@ -27,14 +27,13 @@ class TrainedHead:
         """One that reads as the model's own final norm and unembedding do (a shortlist: of the tokens `ids`)."""
         wide = torch.promote_types(model.dtype, torch.float32)
         norm, d = model.norm.to(wide, copy=True), model.shape.hidden
+        rank = min(rank, d)
         tensors = {"norm": norm}
-        if kind == "low_rank":
+        if kind != "norm":
             tensors |= {"a": torch.eye(d, rank, dtype=wide, device=norm.device), "b": norm.new_zeros(rank, d)}
         if kind == "shortlist":
             assert ids is not None
-            ids = ids.to(norm.device)
-            listed = model.head.index_select(1, ids).to(wide)
-            tensors |= {"table": torch.cat((listed, norm.new_zeros(d, 1)), 1), "ids": ids}
+            tensors |= {"other": norm.new_zeros(d), "ids": ids.to(norm.device)}
         return cls(kind, tensors, d)
 
     def parameters(self) -> list[Tensor]:
@@ -45,7 +44,7 @@ class TrainedHead:
     def features(self, h_Ad: Tensor, eps: float) -> Tensor:
         """What the columns multiply, [A, d]."""
         x = rms_norm(h_Ad, self.tensors["norm"], eps)
-        return x + (x @ self.tensors["a"]) @ self.tensors["b"] if self.kind == "low_rank" else x
+        return x if self.kind == "norm" else x + (x @ self.tensors["a"]) @ self.tensors["b"]
 
     def probe_logits(self, h_Ad: Tensor) -> Tensor:
         """[A]."""
@@ -62,10 +61,8 @@ class TrainedHead:
         return Probe(weight.to(self.probe_weight.dtype), bias.to(self.probe_bias.dtype))
 
     def flops(self, model: Llama) -> float:
-        """A position's, forward and backward: no gradient of the model's own unembedding, one of a shortlist's."""
-        d = model.shape.hidden
-        product = 2.0 * d
-        if self.kind == "shortlist":
-            return 3 * product * self.tensors["table"].shape[1] + 2 * product
-        rank = self.tensors["a"].shape[1] if self.kind == "low_rank" else 0
-        return 2 * product * model.shape.vocab + 3 * 2 * product * rank + 2 * product
+        """A position's, forward and backward: no gradient of the model's own unembedding, nor of columns of it."""
+        product = 2.0 * model.shape.hidden
+        columns = len(self.tensors["ids"]) + 1 if self.kind == "shortlist" else model.shape.vocab
+        rank = self.tensors["a"].shape[1] if self.kind != "norm" else 0
+        return 2 * product * columns + 3 * 2 * product * rank + 2 * product

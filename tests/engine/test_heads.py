@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ EXITS, SIZES = (1, 2, 4), {"hidden_size": 32, "vocab_size": 61}
 
 
 def random_heads(kind: str, seed: int = 0, *, exits: tuple[int, ...] = EXITS[:-1]) -> ExitHeads:
+    """As they are read from a folder, but for shortlists, which `folded` makes ready."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -28,10 +30,10 @@ def random_heads(kind: str, seed: int = 0, *, exits: tuple[int, ...] = EXITS[:-1
 
     def head() -> Head:
         tensors = {"norm": 1 + normal(32, scale=0.1)}
-        if kind == "low_rank":
+        if kind != "norm":
             tensors |= {"a": normal(32, 4, scale=0.3), "b": normal(4, 32, scale=0.5)}
         if kind == "shortlist":
-            tensors |= {"ids": torch.randperm(61, generator=draw)[:20], "table": normal(32, 21, scale=0.3)}
+            tensors |= {"ids": torch.randperm(61, generator=draw)[:20], "other": normal(32, scale=0.3)}
         return Head(kind, tensors)
 
     probes = {layer: Probe(normal(32, scale=0.3), normal(1, scale=0.1)) for layer in exits}
@@ -41,32 +43,36 @@ def random_heads(kind: str, seed: int = 0, *, exits: tuple[int, ...] = EXITS[:-1
 def with_heads(kind: str, seed: int = 3) -> tuple[Any, Any, ExitHeads]:
     model, reference = twins("layered", seed=seed, segments=EXITS)
     heads = random_heads(kind)
-    model.attach(heads)
+    model.attach(replace(heads, heads={layer: head.folded(model.head) for layer, head in heads.heads.items()}))
     return model, reference, heads
 
 
 def dense_logits(reference: Any, heads: ExitHeads, depth: int, h: torch.Tensor) -> torch.Tensor:
-    """From the definitions: RMSNorm by hand, then what the kind says."""
+    """From the definitions: RMSNorm by hand, then what the kind says of it."""
     layer = EXITS[depth - 1]
     if layer not in heads.heads:
         return reference.readout(h)
     head = heads.heads[layer]
-    x = h / (h.pow(2).mean() + reference.config["rms_norm_eps"]).sqrt() * head.tensors["norm"]
-    if head.kind == "low_rank":
-        x = x + x @ head.tensors["a"] @ head.tensors["b"]
+    x = corrected(reference, head, h)
+    logits = reference.weights["lm_head.weight"] @ x
     if head.kind != "shortlist":
-        return reference.weights["lm_head.weight"] @ x
+        return logits
     full = torch.full((61,), -torch.inf, dtype=h.dtype)
-    full[head.tensors["ids"]] = (x @ head.tensors["table"])[:-1]
+    full[head.tensors["ids"]] = logits[head.tensors["ids"]]
     return full
+
+
+def corrected(reference: Any, head: Head, h: torch.Tensor) -> torch.Tensor:
+    x = h / (h.pow(2).mean() + reference.config["rms_norm_eps"]).sqrt() * head.tensors["norm"]
+    return x if head.kind == "norm" else x + x @ head.tensors["a"] @ head.tensors["b"]
 
 
 def declines(reference: Any, heads: ExitHeads, depth: int, h: torch.Tensor) -> bool:
     head = heads.heads.get(EXITS[depth - 1])
     if head is None or head.kind != "shortlist":
         return False
-    x = h / (h.pow(2).mean() + reference.config["rms_norm_eps"]).sqrt() * head.tensors["norm"]
-    return int((x @ head.tensors["table"]).argmax()) == 20
+    listed = dense_logits(reference, heads, depth, h)[head.tensors["ids"]]
+    return bool(corrected(reference, head, h) @ head.tensors["other"] > listed.max())
 
 
 def wanted_depth(policy: str, profile: Profile, reference: Any, heads: ExitHeads, states: list[torch.Tensor]) -> int:
@@ -172,11 +178,11 @@ def test_an_idle_test_is_told_from_one_that_decides():
 def test_heads_come_back_from_their_folder(kind, tmp_path):
     model, _, heads = with_heads(kind)
     heads.save(tmp_path)
-    options = {"shape": model.shape, "dtype": torch.float64, "device": torch.device("cpu")}
+    options = {"shape": model.shape, "unembedding_dV": model.head, "dtype": torch.float64}
     read = load_heads(tmp_path, model_hash="m", **options)
     assert read.exits == heads.exits and read.hash is not None
     for layer in heads.exits:
-        before, after = heads.heads[layer], read.heads[layer]
+        before, after = heads.heads[layer].folded(model.head), read.heads[layer]
         assert before.kind == after.kind and before.tensors.keys() == after.tensors.keys()
         assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
         assert torch.equal(heads.probes[layer].weight, read.probes[layer].weight)

@@ -71,10 +71,10 @@ def write_heads(folder: Path, model: Path, layers: int) -> None:
     for layer in range(1, layers):
         kind = ("low_rank", "shortlist", "norm")[layer % 3]
         tensors = {"norm": 1 + normal(32, scale=0.1)}
-        if kind == "low_rank":
+        if kind != "norm":
             tensors |= {"a": normal(32, 4, scale=0.3), "b": normal(4, 32, scale=0.5)}
         if kind == "shortlist":
-            tensors |= {"ids": torch.randperm(61, generator=draw)[:40], "table": normal(32, 41, scale=0.3)}
+            tensors |= {"ids": torch.randperm(61, generator=draw)[:40], "other": normal(32, scale=0.3)}
         heads[layer] = Head(kind, tensors)
     probes = {layer: Probe(normal(32, scale=0.3), normal(1, scale=0.1)) for layer in range(1, layers)}
     model_hash = weights_hash(model.glob("*.safetensors"))
