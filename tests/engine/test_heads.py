@@ -15,7 +15,7 @@ from anydepth.engine.engine import Engine
 from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
 from anydepth.profile import Exit, Profile
 from anydepth.types import Sampling
-from tests.helpers import drain, poison, twins
+from tests.helpers import Watch, drain, poison, twins
 from tests.random_nano import write_random_nano
 
 EXITS, SIZES = (1, 2, 4), {"hidden_size": 32, "vocab_size": 61}
@@ -147,6 +147,24 @@ def test_a_batch_of_mixed_exits_is_each_alone(fill):
         return found
 
     assert answers(several=True) == answers(several=False)
+
+
+@pytest.mark.parametrize("fill", ["full", "project", "deferred"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_teacher_forced_readout_is_the_truncated_model_with_its_head(kind, fill):
+    """At every depth; at the last one, as under `never`, it is the model without heads."""
+    model, reference, heads = with_heads(kind)
+    ids = [(7 * n * n + 3 * n) % 61 for n in range(65)]
+    for ask in (Sampling(depth=1), Sampling(depth=2), Sampling(depth=3), Sampling(exit_policy="never")):
+        engine = poison(Engine(model, fill=fill, page_size=4))
+        watch = Watch(engine)
+        drain(engine, [engine.prepare(ids[:1], ask, forced=[ids[1:]], id="a")])
+        depth, h = ask.depth or len(EXITS), reference.embed(ids[:-1])
+        for k in range(1, depth + 1):
+            h, _ = reference.segment(k, h)
+        for position in (0, 5, 63):
+            wanted = dense_logits(reference, heads, depth, h[position])
+            torch.testing.assert_close(watch.of("a")[position], wanted, rtol=1e-9, atol=1e-9)
 
 
 def test_deferred_reads_as_full_does():
