@@ -21,6 +21,17 @@ from anydepth.train.trained_head import TrainedHead
 _RIDGE = 1e-2  # of the mean variance of a number
 
 
+@torch.no_grad()
+def expected(model: Llama, last_Ad: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of states after the last layer: what an exit's state should be mapped to [A, d], and the log of the summed
+    exponentials of all tokens but the shortlist `ids` [A], None without one; in float64."""
+    y_Ad = model.final_norm(last_Ad).double()
+    if ids is None:
+        return y_Ad, None
+    rest = model.readout(model.shape.segments, last_Ad).index_fill_(1, ids, float("-inf"))
+    return y_Ad, torch.logsumexp(rest, 1).double()
+
+
 class Fit:
     """Sums over states for one head, in float64."""
 
@@ -32,22 +43,19 @@ class Fit:
         self._xo = self._power.clone()
 
     @torch.no_grad()
-    def add(self, h_Ad: Tensor, last_Ad: Tensor) -> None:
-        """States after the exit and after the last layer."""
+    def add(self, h_Ad: Tensor, y_Ad: Tensor, rest_A: Tensor | None) -> None:
+        """States after the exit, and full depth's `expected`."""
         raw = h_Ad.double()
         self._count, self._sum, self._power = (
             self._count + len(raw),
             self._sum + raw.sum(0),
             self._power + (raw**2).sum(0),
         )
-        y = self.model.final_norm(last_Ad).to(self.head.mean)
-        x = rms_norm(h_Ad.to(y), self.head.tensors["norm"], self.model.eps)
+        x = rms_norm(h_Ad.to(y_Ad), self.head.tensors["norm"], self.model.eps)
         self._xx += x.t() @ x
-        self._xy += x.t() @ (y - x)
-        if self.head.kind == "shortlist":
-            rest = self.model.readout(self.model.shape.segments, last_Ad).to(y)
-            rest.index_fill_(1, self.head.tensors["ids"], float("-inf"))
-            self._xo += x.t() @ torch.logsumexp(rest, 1)
+        self._xy += x.t() @ (y_Ad - x)
+        if rest_A is not None:
+            self._xo += x.t() @ rest_A
 
     @torch.no_grad()
     def apply(self, *, head: bool) -> None:

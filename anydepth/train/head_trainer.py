@@ -17,7 +17,7 @@ from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint
 from anydepth.train import checkpoint as files
 from anydepth.train.distil import MEASURED, Goal, Sums, Unembedding, auc, distil
-from anydepth.train.head_fit import Fit
+from anydepth.train.head_fit import Fit, expected
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.packed import Order, Pack, exit_states, in_packs
 from anydepth.train.parallel import Peers
@@ -209,10 +209,12 @@ class HeadTrainer:
     def _begin(self) -> None:
         """Heads and probes' scales from the first micro-batches."""
         fits = [Fit(head, self.model) for head in self.heads]
+        listed = [head.tensors["ids"] for head in self.heads if head.kind == "shortlist"]  # the same for all
         for index in range(max(1, self.recipe.fit)):
             *states, last = exit_states(self.model, self._pack(self.order(index)), self.recipe.exits)
+            y_Ad, rest_A = expected(self.model, last, listed[0] if listed else None)
             for fit, h_Ad in zip(fits, states, strict=True):
-                fit.add(h_Ad, last)
+                fit.add(h_Ad, y_Ad, rest_A)
         for fit in fits:
             fit.apply(head=self.recipe.fit > 0)
 

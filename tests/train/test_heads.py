@@ -25,7 +25,7 @@ from anydepth.models.heads import load_heads
 from anydepth.models.load import load_checkpoint
 from anydepth.train.distil import Goal, auc, distil
 from anydepth.train.head_data import Source, prepare
-from anydepth.train.head_fit import Fit
+from anydepth.train.head_fit import Fit, expected
 from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe, exits_of
 from anydepth.train.head_trainer import HeadTrainer
@@ -244,7 +244,7 @@ import torch
 torch.set_num_threads(1)
 from anydepth.models.load import load_checkpoint
 from anydepth.train.prepared import load_prepared
-from anydepth.train.head_fit import Fit
+from anydepth.train.head_fit import Fit, expected
 from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe
 from anydepth.train.heads import train_heads
@@ -493,7 +493,7 @@ def test_heads_begin_at_the_best_linear_map(folder, data, kind, rank) -> None:
     fit, parts = Fit(head, model), []
     for document in range(12):
         h, last = exit_states(model, Pack.of(data, [document], mask_prompts=True, device=model.device), (2,))
-        fit.add(h, last)
+        fit.add(h, *expected(model, last, ids if kind == "shortlist" else None))
         parts.append((h, last))
     h, last = (torch.cat(part) for part in zip(*parts, strict=True))
     x, y = head.features(h, model.eps).detach(), model.final_norm(last)
