@@ -51,7 +51,7 @@ class Fit:
             self._sum + raw.sum(0),
             self._power + (raw**2).sum(0),
         )
-        x = rms_norm(h_Ad.to(y_Ad), self.head.tensors["norm"], self.model.eps)
+        x = rms_norm(h_Ad.to(y_Ad), self.head.tensors["norm"].double(), self.model.eps)
         self._xx += x.t() @ x
         self._xy += x.t() @ (y_Ad - x)
         if rest_A is not None:
