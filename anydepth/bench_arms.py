@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from anydepth.eval.arms import Arm
 from anydepth.record import Record
 
-TIMED_HERE = {"fill", "signals", "lateness"}  # options of LLM in which cells of one bench may differ
+TIMED_HERE = {"fill", "signals", "lateness", "heads"}  # options of LLM; all but the heads may differ between cells
 
 
 def bench_arms(
@@ -36,7 +37,8 @@ def bench_arms(
     The baseline, `never`, is added in front where no arm has that policy. trace: a JSONL of arrivals, whose first
     `trace_requests` are replayed at requests_per_s (or rate_scale trace seconds a second). threads: None is 1 for a
     small model. An interrupted bench goes on with the next concurrency. Raises ValueError for arms that differ in
-    something else than policy, fill and signals.
+    something else than policy, profile, fill and signals: all have the same exit heads, but one at full depth may leave
+    them out.
     """
     from anydepth.bench.arrivals import fit, read_trace
     from anydepth.bench.run import run_bench
@@ -49,7 +51,9 @@ def bench_arms(
 
     loaded = load_task(task, data=data)
     questions = loaded.select(limit=limit)
-    backend = EngineBackend(LLM(model))
+    heads, profiles = _heads(arms), list(dict.fromkeys(arm.profile for arm in arms if arm.profile is not None))
+    backend = EngineBackend(LLM(model, heads=heads, profile=profiles))
+    loaded_profiles = dict(zip(profiles, backend.llm.engine.profiles.values(), strict=True))
     checkpoint = backend.llm.checkpoint
     shape = checkpoint.model.shape
     load = None
@@ -65,7 +69,11 @@ def bench_arms(
                 f"arm {arm.name!r} has {arm.passed()}; a bench times policies, fills and signals of one engine"
             )
         sampling = arm.sampling(max_tokens=loaded.max_tokens, stop=tuple(loaded.stop))
-        cells.append(Cell(arm.name, sampling, **arm.engine))
+        profile = None if arm.profile is None else loaded_profiles[arm.profile]
+        if profile is not None:
+            sampling = replace(sampling, profile=profile.name)
+        options = {name: value for name, value in arm.engine.items() if name != "heads"}
+        cells.append(Cell(arm.name, sampling, **options, profile=profile))
     with tensor_threads(threads, backend), bar() as progress:
         return run_bench(
             checkpoint,
@@ -78,10 +86,22 @@ def bench_arms(
             arrivals=load,
             max_batch=max_batch,
             task={"name": loaded.name, "hash": loaded.hash(questions)},
+            heads=backend.llm.heads,
             seed=seed,
             settings_passed={"arms": [{"name": arm.name, **arm.passed()} for arm in arms]},
             progress=progress,
         )
+
+
+def _heads(arms: Sequence[Arm]) -> str | None:
+    """The one folder of exit heads; ValueError where there are several, or an arm that may leave early has none."""
+    from anydepth.exits.load import policy_name
+
+    named = {arm.name: arm.heads for arm in arms if arm.heads is not None or policy_name(arm.sampling()) != "never"}
+    if len(set(named.values())) > 1:
+        said = ", ".join(f"{name} has {heads or 'none'}" for name, heads in named.items())
+        raise ValueError(f"a bench times one model, with the same exit heads in all arms; here {said}: time them apart")
+    return next(iter(named.values()), None)
 
 
 def with_baseline(arms: Sequence[Arm]) -> list[Arm]:

@@ -35,6 +35,11 @@ Depth = Annotated[int | None, typer.Option(help="Read every token at this depth.
 Interval = Annotated[int | None, typer.Option(help="Every n-th token at full depth, others at --shallow-depth.")]
 ShallowDepth = Annotated[int | None, typer.Option(help="Depth of the tokens between, with --interval.")]
 
+ForceFinalExit = Annotated[
+    bool,
+    typer.Option("--force-final-exit", help="Never leave early, as --exit-policy never; no exit setting beside it."),
+]
+
 # Options of LLM.
 Fill = Annotated[
     str | None,
@@ -62,6 +67,16 @@ BatchInvariant = Annotated[
     typer.Option("--batch-invariant", help="The same bits whatever else is in the batch (docs/batch-invariance.md)."),
 ]
 
+EXIT_FIELDS = (
+    "exit_policy",
+    "exit_threshold",
+    "min_depth",
+    "max_depth",
+    "depth",
+    "interval",
+    "shallow_depth",
+)
+
 LLM_OPTIONS = (
     "fill",
     "signals",
@@ -87,6 +102,12 @@ def finish(command: str, result: dict[str, Any], as_json: bool) -> None:
 def sampling_of(params: Mapping[str, Any]) -> Sampling:
     """The Sampling that a command's options mean."""
     given = {field.name: params[field.name] for field in fields(Sampling) if field.name in params}
+    if params.get("force_final_exit"):
+        beside = [name for name in EXIT_FIELDS if given.get(name) not in (None, getattr(Sampling(), name))]
+        if beside:
+            said = ", ".join(f"--{name.replace('_', '-')}" for name in beside)
+            raise ValueError(f"--force-final-exit runs every token at full depth, and {said} says another: give one")
+        given["exit_policy"] = "never"
     return Sampling(**{**given, "stop": params["stop"] or (), "stop_token_ids": params["stop_token_id"] or ()})
 
 

@@ -30,7 +30,8 @@ OPEN = "arrivals"  # the open loop's block
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that decides what is run. `lengths`: tokens of each prompt's answer in every cell."""
+    """All that decides what is run. `lengths`: tokens of each prompt's answer in every cell. `heads`: folder and hash
+    of the exit heads through which the model is read."""
 
     checkpoint: Checkpoint
     cells: tuple[Cell, ...]
@@ -42,6 +43,7 @@ class Plan:
     load: Load | None
     max_batch: int
     seed: int
+    heads: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         names = [cell.name for cell in self.cells]
@@ -97,6 +99,7 @@ class Plan:
             "device": model.device.type,
             "threads": torch.get_num_threads(),
             "segments": model.shape.segments,
+            **({} if self.heads is None else {"heads": self.heads[0], "head_hash": self.heads[1]}),
             "cells": [self._cell(cell) for cell in self.cells],
             "baseline": self.cells[0].name,
             "concurrency": list(self.concurrency),
@@ -122,14 +125,15 @@ class Plan:
             **({} if mode.name == "sync" else {"signals": mode.name, "lateness": lateness}),
             "policy": policy_name(cell.sampling),
             **{name: value for name, value in used.items() if value != getattr(plain, name)},
+            **({} if cell.profile is None else {"profile": cell.profile.name, "profile_hash": cell.profile.hash}),
         }
 
     def provenance(self, task: Mapping[str, Any] | None) -> dict[str, Any]:
-        checkpoint = self.checkpoint
+        checkpoint, heads = self.checkpoint, {} if self.heads is None else {"head_hash": self.heads[1]}
         return provenance(
             threads=torch.get_num_threads(),
             seed=self.seed,
-            model={"name": checkpoint.name, "hash": checkpoint.model_hash},
+            model={"name": checkpoint.name, "hash": checkpoint.model_hash, **heads},
             tokenizer={"hash": checkpoint.tokenizer_hash},
             task=None if task is None else dict(task),
         )

@@ -84,14 +84,36 @@ def _turn(model: Model, turn: TurnWork) -> tuple[float, float]:
     reads = model.cost("segment", turn.segment, turn.kv_read / max(rows, 1))
     filled: Part = "copy" if model.shape.shared_weights else "project"
     parts: list[tuple[int, Cost]] = [
-        (turn.signal_rows, model.cost("signal", turn.segment, 0.0)),
-        (turn.readout_rows, model.cost("readout", turn.segment, 0.0)),
+        *_made(model, turn),
         (turn.readout_rows, model.cost("embed", 1, 0.0)),
         *((count, model.cost(filled, depth, 0.0)) for depth, count in Counter(turn.copies).items()),
     ]
     flops = rows * segment.flops_per_row + sum(n * cost.flops_per_row for n, cost in parts)
     read = rows * reads.bytes_per_row + (rows > 0) * reads.weight_bytes_per_turn
     return flops, read + sum(n * cost.bytes_per_row + (n > 0) * cost.weight_bytes_per_turn for n, cost in parts)
+
+
+def _made(model: Model, turn: TurnWork) -> list[tuple[int, Cost]]:
+    """(rows, cost) of signals, logits, and of asking heads whether they answer. What several of them multiply by is
+    read once: the unembedding, and a head's own numbers."""
+    rows = Counter[tuple[Part, int]]()
+    for part, depth, count in (
+        (("signal", turn.segment, turn.signal_rows), ("readout", turn.segment, turn.readout_rows))
+        if turn.made is None
+        else turn.made
+    ):
+        rows[part, 1 if model.shape.shared_weights else depth] += count  # type: ignore[index]
+    found, whole = [], model.cost("readout", model.shape.segments, 0.0).weight_bytes_per_turn
+    read = False
+    for (part, depth), count in rows.items():
+        cost = model.cost(part, depth, 0.0)
+        weights = cost.weight_bytes_per_turn
+        if part == "answers" and rows["readout", depth]:
+            weights = 0.0
+        elif part == "readout" and count and weights >= whole:
+            weights, read = weights - whole * read, True
+        found.append((count, cost._replace(weight_bytes_per_turn=weights)))
+    return found
 
 
 def _best(run: Callable[[], None], repetitions: int, device: torch.device) -> float:

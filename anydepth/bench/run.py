@@ -41,6 +41,7 @@ def run_bench(
     arrivals: Load | None = None,
     max_batch: int = 32,
     task: Mapping[str, Any] | None = None,
+    heads: tuple[str, str] | None = None,
     seed: int = 0,
     settings_passed: Mapping[str, Any] | None = None,
     progress: Callable[[int, int], object] | None = None,
@@ -52,7 +53,8 @@ def run_bench(
     each prompt's answer has in every cell; by default what the first cell answers, with its max_tokens and stops, the
     seed and the checkpoint's EOS ids. requests: a run's, by default four a slot and at least 16. arrivals: a load for
     the open loop, in an engine of max_batch slots, on prompts cut from the given ones; it takes its own time a run.
-    task: name and hash of what the prompts are from, for the provenance. seed: of the order and of what is drawn.
+    task: name and hash of what the prompts are from, for the provenance; heads: folder and hash of the exit heads that
+    the model has. seed: of the order and of what is drawn.
     progress: called with (runs done, runs in all); first with those of blocks found done.
 
     A Record that is there already is completed block by block; a complete one is returned as it is. Raises ValueError,
@@ -68,6 +70,7 @@ def run_bench(
         load=arrivals,
         max_batch=max_batch,
         seed=seed,
+        heads=heads,
     )
     plan = replace(plan, lengths=_lengths(plan, lengths, Path(out)))
     check_requests(plan)

@@ -18,6 +18,7 @@ from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive
 from anydepth.exits.load import policy_name
 from anydepth.models.base import Model
+from anydepth.profile import Profile
 from anydepth.types import Output, Request, Sampling
 
 WORTHWHILE = 1.1  # below this S_max the shares of a gain say nothing
@@ -27,18 +28,20 @@ PAGE_SIZE = 16
 @dataclass(frozen=True)
 class Cell:
     """One setting to time: a policy with its parameters, a fill (None: the model's default), a mode of signals and how
-    late they come (None: the mode's default)."""
+    late they come (None: the mode's default), and the profile that the policy reads."""
 
     name: str
     sampling: Sampling
     fill: str | None = None
     signals: str = "sync"
     lateness: int | None = None
+    profile: Profile | None = None
 
     @property
     def options(self) -> dict[str, Any]:
         """Of its engine."""
-        return {"fill": self.fill, "signals": self.signals, "lateness": self.lateness}
+        profiles = {} if self.profile is None else {"profiles": (self.profile,)}
+        return {"fill": self.fill, "signals": self.signals, "lateness": self.lateness, **profiles}
 
 
 @dataclass(frozen=True)

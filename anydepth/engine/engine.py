@@ -113,6 +113,7 @@ class Engine:
             eos_ids=eos_ids,
             certificate=certificate,
         )
+        self.profiles = {profile.name: profile for profile in profiles}
         self.work: list[TurnWork] | None = None
         self.weight_version = 0
         self._aborted: list[Chunk] = []

@@ -16,6 +16,8 @@ def settings_in_force(engine: Engine, sampling: Sampling) -> dict[str, Any]:
     request = engine.prepare([0], replace(sampling, n=1), streaming=False)
     low, high = request.bounds
     asked, certificate = request.sampling, engine.requests.certificate
+    shape = engine.model.shape
+    layered = {} if shape.shared_weights else {"exit_layers": [layers.stop for layers in shape.segment_layers]}
     return {
         "exit_threshold": asked.exit_threshold,
         "depth": asked.depth,
@@ -30,9 +32,22 @@ def settings_in_force(engine: Engine, sampling: Sampling) -> dict[str, Any]:
         "gate_dtype": engine.gate_dtype,
         "batch_invariant": engine.stats()["batch_invariant"] is not None,
         "device": engine.model.device.type,
-        "segments": engine.model.shape.segments,
+        "segments": shape.segments,
+        **layered,
+        **_profile(engine, asked, request.policy.name),
         "policy": request.policy.name,
         "min_depth": low,
         "max_depth": high,
         "stop_token_ids": sorted(request.stop_ids),
     }
+
+
+def _profile(engine: Engine, sampling: Sampling, policy: str) -> dict[str, Any]:
+    """The profile that decides, with its numbers and their hash; nothing where none does."""
+    name = sampling.profile
+    if name is None and policy in ("confidence", "probe") and len(engine.profiles) == 1:
+        name = next(iter(engine.profiles))
+    if name is None or name not in engine.profiles:
+        return {}
+    profile = engine.profiles[name]
+    return {"profile": name, "profile_hash": profile.hash, "profile_thresholds": profile.thresholds()}

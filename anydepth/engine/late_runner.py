@@ -71,13 +71,14 @@ class LateRunner(Runner):
     @torch.inference_mode()
     def run(self, plan: Plan) -> LateResult:  # type: ignore[override]
         """Submit one turn; the outcomes are those that have arrived by its end, of whatever turn."""
+        self._made.clear()
         self.slots.move(plan.moves)
         left = self._leave(plan.leaving) if plan.leaving else None
         decided = self._advance(plan) if plan.rows else []
         if plan.rows or plan.leaving:
             self.completions.put(self._submitted(plan, left, decided))
         signals = sum(len(each.rows) for each in decided)
-        work = turn_work(plan, signals, len(plan.leaving), left.copies if left else ())
+        work = turn_work(plan, signals, len(plan.leaving), left.copies if left else (), self._made)
         return LateResult(self.completions.take(), work)
 
     def drain(self) -> None:

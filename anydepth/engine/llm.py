@@ -76,6 +76,7 @@ class LLM:
         self.checkpoint, head_hash = load_with_heads(
             model, heads, dtype=dtype, device=device, segments=segments, revision=revision, tokenizer=tokenizer
         )
+        self.heads = None if heads is None or head_hash is None else (Path(heads).name, head_hash)  # folder, its hash
         profiles = read_profiles(profile, heads, model_hash=lambda: self.checkpoint.model_hash, head_hash=head_hash)
         self.tokenizer = self.checkpoint.tokenizer
         make_engine = functools.partial(

@@ -180,7 +180,9 @@ class TurnWork(NamedTuple):
     """Positions that went through each part of the model in one turn, so that a bound is a sum over turns.
 
     `attended` is the sum of contexts over positions (each multiplies), `kv_read` the positions whose K/V had to be read
-    (those of one row share theirs). `copies` lists the depths that were copied from, one a row.
+    (those of one row share theirs). `copies` lists the depths that were copied from, one a row. `made` has (part,
+    depth, rows) of all signals and logits that were computed, for policies and for tokens, and of the rows whose head
+    was asked whether it answers; None: `signal_rows` and `readout_rows` of them, at `segment`.
     """
 
     segment: int
@@ -191,6 +193,7 @@ class TurnWork(NamedTuple):
     signal_rows: int
     readout_rows: int
     copies: tuple[int, ...]
+    made: tuple[tuple[str, int, int], ...] | None = None
 
 
 class Read(NamedTuple):

@@ -9,7 +9,8 @@ slots, B decode rows, M their positions, N all positions of the turn, L rows tha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as List
 from operator import attrgetter
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from anydepth.engine.plan import Plan, Read, Result, Row, Sequence, TurnWork
 from anydepth.engine.sampling import Draw
 from anydepth.engine.slots import Slots
 from anydepth.exits.base import Policy
-from anydepth.models.base import Model
+from anydepth.models.base import Model, Part
 from anydepth.ops.fill import Early, Fill
 from anydepth.ops.kv import Group, TurnKV, join
 
@@ -52,10 +53,12 @@ class Runner:
 
     def __init__(self, model: Model, fill: Fill, slots: Slots) -> None:
         self.model, self.fill, self.segments, self.slots = model, fill, model.shape.segments, slots
+        self._made = Counter[tuple[Part, int]]()  # rows of this turn by part and depth: see TurnWork
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
         """One turn: every row of the plan through its segment; rows that leave are read out and sampled."""
+        self._made.clear()
         self.slots.move(plan.moves)
         decode, prefill = plan.rows[: plan.decode_rows], plan.rows[plan.decode_rows :]
         slots_B, depth_B, start_B, places_M = self._numbers(decode)
@@ -73,7 +76,7 @@ class Runner:
             self.slots.h_Wd.index_copy_(0, places_M, h_Nd[: len(places_M)])
         copies = self._fill(leaving, kv, h_Bd)
         reads = self._read(plan.rows, self._keep_chunks(plan, h_Nd, leaving))
-        return Result(reads, turn_work(plan, len(asked), len(reads), copies))
+        return Result(reads, turn_work(plan, len(asked), len(reads), copies, self._made))
 
     def drain(self) -> None:
         """Nothing is ever on its way."""
@@ -129,11 +132,15 @@ class Runner:
             everyone = len(rows) == len(decode)
             index = slice(None) if everyone else self._index(rows)
             slots, depth, h = slots_B[index], depth_B[index], h_Bd[index]
-            seen = policy.seen(self.model, decode[rows[0]].depth, h)
+            k = decode[rows[0]].depth
+            seen = policy.seen(self.model, k, h)
+            if policy.needs in ("signal", "logits"):
+                self._made["signal" if policy.needs == "signal" else "readout", k] += len(rows)
             states = self.slots.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
-            may = self.model.answers(decode[rows[0]].depth, h)
-            leave = leave if may is None else leave & may
+            if (may := self.model.answers(k, h)) is not None:
+                self._made["answers", k] += len(rows)
+                leave = leave & may
             states.index_copy_(0, slots, state)
             decided.append(Decided(rows, leave, seen if policy.needs == "logits" else None))
         return decided
@@ -258,12 +265,16 @@ class Runner:
             return torch.cat((known, self._logits(rest))) if rest.rows else known
         depths = set(leaving.depths)
         if self.model.shape.shared_weights or len(depths) == 1:
-            return self.model.readout(leaving.depths[0], leaving.h_Ld)
+            return self._readout(leaving.depths[0], leaving.h_Ld)
         logits = leaving.h_Ld.new_empty(len(leaving.rows), self.model.shape.vocab)
         for depth in depths:
             at = self._index(j for j, d in enumerate(leaving.depths) if d == depth)
-            logits[at] = self.model.readout(depth, leaving.h_Ld[at])
+            logits[at] = self._readout(depth, leaving.h_Ld[at])
         return logits
+
+    def _readout(self, depth: int, h_Nd: Tensor) -> Tensor:
+        self._made["readout", depth] += len(h_Nd)
+        return self.model.readout(depth, h_Nd)
 
 
 def is_asked(row: Row) -> bool:
@@ -285,10 +296,17 @@ def _next_position(s: Sequence) -> int:
     return s.first_position if s.target and s.issued + 1 == len(s.target) else s.position + 1
 
 
-def turn_work(plan: Plan, signals: int, readouts: int, copies: tuple[int, ...]) -> TurnWork:
+def turn_work(
+    plan: Plan,
+    signals: int,
+    readouts: int,
+    copies: tuple[int, ...],
+    made: Mapping[tuple[Part, int], int] | None = None,
+) -> TurnWork:
     attended = kv_read = 0
     for row in plan.rows:
         attended += row.length * row.start + row.length * (row.length + 1) // 2
         kv_read += row.start + row.length
     prefilled = sum(row.length for row in plan.rows[plan.decode_rows :])
-    return TurnWork(plan.segment, plan.decode_positions, prefilled, attended, kv_read, signals, readouts, copies)
+    parts = None if made is None else tuple((part, depth, rows) for (part, depth), rows in made.items())
+    return TurnWork(plan.segment, plan.decode_positions, prefilled, attended, kv_read, signals, readouts, copies, parts)

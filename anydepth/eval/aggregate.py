@@ -16,7 +16,8 @@ def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
     Depths count decode tokens only: an answer's first token comes from the prompt's prefill, which runs at full depth.
     Tokens a question include it. Shares are in 0..1, None where there is nothing to divide by. `by_extractor` has the
     accuracy by each of several extractors. `depth_by_level` is the mean depth of the tokens that take so many steps of
-    work, where the task marks them.
+    work, where the task marks them. `latency_s` has percentiles (between the two nearest values) over answers, each
+    from its beginning to its end; what was too long to be asked is left out.
     """
     groups = sorted({sample["group"] for sample in samples if sample["group"] is not None}, key=_order)
     return {
@@ -30,7 +31,35 @@ def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
         "segments_executed_per_question": _mean(sample["segments_executed"] for sample in samples),
         "by_group": {str(group): _summary([s for s in samples if s["group"] == group]) for group in groups},
         "depth_by_level": _by_level(samples),
+        "latency_s": _latency([sample["latency_s"] for sample in samples if sample.get("latency_s")]),
     }
+
+
+def mean_layer(found: Mapping[str, Any], settings: Mapping[str, Any]) -> float | None:
+    """The mean layer after which decode tokens were read, from a Record's aggregates and settings. None where the
+    settings name no layers, or nothing was decoded."""
+    shares = layer_shares(found, settings)
+    return sum(layer * share for layer, share in shares.items()) if shares else None
+
+
+def layer_shares(found: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[int, float]:
+    """Share of decode tokens read after each layer that has an exit; {} where `mean_layer` is None."""
+    layers, counts = settings.get("exit_layers") or [], found["depth_histogram"]
+    total = sum(counts.values())
+    return {layer: counts.get(str(k), 0) / total for k, layer in enumerate(layers, 1)} if total else {}
+
+
+def _latency(seconds: Sequence[float]) -> dict[str, float | None]:
+    return {f"p{q}": _percentile(sorted(seconds), q / 100) for q in (50, 95)}
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float | None:
+    if not ordered:
+        return None
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 def decode_depths(sample: Sample) -> list[int]:

@@ -41,6 +41,7 @@ ENGINE = {  # options of LLM
     "segments": Field(
         lambda value: _whole(1)(value) or isinstance(value, list), "a whole number or a list of exit layers"
     ),
+    "heads": Field(_name, "a folder of exit heads"),
     "certificate": _TEXT,
     "batch_invariant": Field(lambda value: isinstance(value, bool), "true or false"),
 }
@@ -73,6 +74,10 @@ class Arm:
         for key, value in self.engine.items():
             if not ENGINE[key].holds(value):
                 raise ValueError(f"arm {self.name!r}: {key} is {value!r}; allowed: {ENGINE[key].allowed}")
+        if self.profile is not None and not _name(self.profile):
+            raise ValueError(
+                f"arm {self.name!r}: profile is {self.profile!r}; allowed: a .toml, or a name beside heads"
+            )
         try:
             self.sampling()
         except ValueError as error:
@@ -96,6 +101,15 @@ class Arm:
     @property
     def fill(self) -> str | None:
         return self.engine.get("fill")
+
+    @property
+    def heads(self) -> str | None:
+        return self.engine.get("heads")
+
+    @property
+    def profile(self) -> str | None:
+        """As it was given: a path, or a name in the folder of the heads."""
+        return self.options.get("profile")
 
     def sampling(self, **defaults: Any) -> Sampling:
         """The arm's Sampling. `defaults` (a task's caps and stop strings) hold where the arm gives nothing itself."""
@@ -198,7 +212,7 @@ class Study:
         except tomllib.TOMLDecodeError as error:  # says line and column itself
             raise ValueError(f"{path}: {error}") from error
         try:
-            return cls.parse(given)
+            return cls.parse(_beside(path.parent, given))
         except ValueError as error:
             raise ValueError(f"{path}{_line_of(text, str(error))}: {error}") from error
 
@@ -242,6 +256,17 @@ class Study:
             key: value for key, value in asdict(self).items() if key not in ("arms", "rules") and value is not None
         }
         return {**every, "ids": list(self.ids)} if self.ids is not None else every
+
+
+def _beside(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The tables, with the paths of heads and profiles that lie beside the file made good from here."""
+    arms = given.get("arm", [])
+    for arm in arms if isinstance(arms, list) else ():
+        for key in ("heads", "profile") if isinstance(arm, dict) else ():
+            value = arm.get(key)
+            if isinstance(value, str) and (key == "heads" or value.endswith(".toml")) and (folder / value).exists():
+                arm[key] = str(folder / value)
+    return given
 
 
 def _line_of(text: str, message: str) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 from anydepth.eval.arms import Study
 from anydepth.eval.backends.base import Backend
 from anydepth.eval.task import Question, Task
+from anydepth.profile import Profile, profile_path
 from anydepth.provenance import package_versions
 from anydepth.record import ids_hash, read_versioned, write_atomically
 from anydepth.types import Sampling
 
 VERSION = 1
-_BESIDE = ("arms", "certificates", "rules", "packages", "study")  # may differ between arms that are compared
+# What may differ between arms that are compared.
+_BESIDE = ("arms", "certificates", "heads", "profiles", "rules", "packages", "study")
 
 
 def prompt_ids(backend: Backend, question: Question) -> tuple[int, ...]:
@@ -75,11 +77,27 @@ def freeze(study: Study, content: Mapping[str, Any]) -> dict[str, Any]:
             for arm in study.arms
             if (path := arm.engine.get("certificate")) is not None
         },
+        **_heads_and_profiles(study),
         "rules": [rule.asdict() for rule in study.rules],
         "packages": package_versions(),
         "protocol_hash": protocol_hash(content),
     }
     return {**frozen, "study_hash": _hash(frozen)}
+
+
+def _heads_and_profiles(study: Study) -> dict[str, dict[str, str]]:
+    """What heads and profiles of the arms are: hashes by path; neither key where no arm has any."""
+    heads = {arm.heads: _heads_hash(arm.heads) for arm in study.arms if arm.heads is not None}
+    files = [profile_path(arm.profile, arm.heads) for arm in study.arms if arm.profile is not None]
+    found = {"heads": heads, "profiles": {str(path): Profile.read(path).hash for path in files}}
+    return {name: hashes for name, hashes in found.items() if hashes}
+
+
+def _heads_hash(folder: str) -> str:
+    from anydepth.models.heads import read_about
+
+    found: str = read_about(folder)["sha256"]
+    return found
 
 
 def write_frozen(path: Path, frozen: Mapping[str, Any]) -> None:

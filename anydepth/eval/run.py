@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache, partial
 from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,11 @@ def in_force(arm: Arm, backend: Backend, sampling: Sampling) -> dict[str, Any]:
             )
     if "certificate" in arm.engine and not settings.get("certificate"):
         raise ValueError(f"arm {arm.name!r} wants a certificate, this {backend.name} was made without; give it one")
+    if arm.heads is not None and settings.get("heads") != Path(arm.heads).name:
+        raise ValueError(
+            f"arm {arm.name!r} wants the exit heads {arm.heads!r}, this {backend.name} was made with "
+            f"{settings.get('heads')!r}; make one with heads={arm.heads!r}"
+        )
     return settings
 
 
@@ -135,17 +141,23 @@ def _generated(question: Question, output: Output, task: Task, backend: Backend)
 
 
 def _scored(question: Question, scores: Sequence[Score], task: Task) -> dict[str, Any]:
-    """The most likely choice (of equal ones the first) is the answer."""
+    """The most likely choice (of equal ones the first) is the answer. A token that its exit's head does not list is
+    impossible there, a logprob of -inf, which JSON has not: it is written as null."""
     sums = [sum(score.logprobs) for score in scores]
-    text = question.choices[sums.index(max(sums))]
+    possible = max(sums) > -inf
+    text = question.choices[sums.index(max(sums))] if possible else ""
+    worth = task.grade(question, text) if possible else _unscored("each choice has a token that its head does not list")
     return {
         "output_ids": [],
         "depths": [],
-        "choices": [{"logprobs": list(score.logprobs), "depths": list(score.depths)} for score in scores],
+        "choices": [
+            {"logprobs": [None if x == -inf else x for x in score.logprobs], "depths": list(score.depths)}
+            for score in scores
+        ],
         **_cost(sum((score.usage for score in scores), Usage())),
         "finish_reason": "stop",
         "text": text,
-        **_worth(task.grade(question, text)),
+        **_worth(worth),
         "levels": None,
     }
 
@@ -265,10 +277,11 @@ def _settings(
 
 def provenance_of(task: Task, backend: Backend, task_hash: str, *, seed: int, threads: int | None) -> dict[str, Any]:
     """The provenance block of a run of this model over this task."""
+    heads = {} if backend.head_hash is None else {"head_hash": backend.head_hash}
     return provenance(
         threads=threads,
         seed=seed,
-        model={"name": backend.model_name, "hash": backend.model_hash},
+        model={"name": backend.model_name, "hash": backend.model_hash, **heads},
         tokenizer={"hash": backend.tokenizer.hash},
         task={"name": task.name, "hash": task_hash},
     )

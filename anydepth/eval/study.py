@@ -119,19 +119,29 @@ class Backends:
         self._loaded: dict[str, Backend] = {}
 
     def of(self, arm: Arm) -> Backend:
-        key = json.dumps([arm.backend, dict(arm.engine)], sort_keys=True)
+        key = _kind(arm)
         if key not in self._loaded:
             if not all(backend.small for backend in self._loaded.values()):
                 self._loaded.clear()
             options = self._options
+            alike = [other.profile for other in (arm, *self._study.arms) if _kind(other) == key]
             self._loaded[key] = load_backend(
-                arm, self._study.model, concurrency=options.concurrency, trust_remote_code=options.trust_remote_code
+                arm,
+                self._study.model,
+                concurrency=options.concurrency,
+                trust_remote_code=options.trust_remote_code,
+                profiles=list(dict.fromkeys(name for name in alike if name is not None)),
             )
         return self._loaded[key]
 
     def check(self, task: Task) -> dict[str, dict[str, Any]]:
         """The settings in force of every arm, by name; ValueError for an arm that does not fit its backend."""
         return {arm.name: in_force(arm, self.of(arm), sampling_of(arm, task)) for arm in self._study.arms}
+
+
+def _kind(arm: Arm) -> str:
+    """What arms must share to be answered by one backend: all but their Sampling, and so their profile."""
+    return json.dumps([arm.backend, dict(arm.engine)], sort_keys=True)
 
 
 @contextmanager

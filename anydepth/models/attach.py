@@ -9,9 +9,7 @@ from typing import Any
 from anydepth.models.heads import load_heads, read_about
 from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint, load_checkpoint
-from anydepth.profile import Profile
-
-PROFILES = "profiles"  # a folder beside the heads
+from anydepth.profile import Profile, profile_path
 
 
 def load_with_heads(
@@ -46,10 +44,7 @@ def read_profiles(
     """Profiles by path, or by name in the folder of the heads. ValueError for ones of another model or other heads."""
     found = []
     for name in [names] if isinstance(names, str | Path) else names:
-        path = Path(name).expanduser()
-        if path.suffix != ".toml" and heads is not None:
-            path = Path(heads).expanduser() / PROFILES / f"{name}.toml"
-        profile = Profile.read(path)
+        profile = Profile.read(profile_path(name, heads))
         if profile.model_hash is not None or profile.head_hash is not None:
             profile.check_hashes(model_hash=model_hash(), head_hash=head_hash)
         found.append(profile)

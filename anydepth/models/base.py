@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anydepth.types import Shape as Shape
 
-Part = Literal["embed", "segment", "signal", "readout", "copy", "project"]
+Part = Literal["embed", "segment", "signal", "readout", "answers", "copy", "project"]
 
 
 class Cost(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anydepth.models.base import KV, Shape
+from anydepth.models.base import KV, Cost, Part, Shape
 from anydepth.models.config import need, positive, refuse_variants, rope_settings
 from anydepth.models.decoder import Decoder, LayerShape
 from anydepth.models.heads import ExitHeads, Head, Probe, exit_segments
@@ -88,6 +88,23 @@ class Llama(Decoder):
     def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
         """Which rows the head at depth k may answer, [N] bool; None where it may answer all."""
         return self.heads[k].answers(h_Nd, self.eps) if k in self.heads else None
+
+    def cost(self, part: Part, k: int, context: float) -> Cost:
+        """As `Decoder.cost`, with the exit head at depth k. A shortlist multiplies by its own columns, once for its
+        logits and once to tell whether it answers, and its logits are written over the whole vocabulary."""
+        head, item = self.heads.get(k), self.norm.element_size()
+        if head is None or part not in ("readout", "answers"):
+            return super().cost(part, k, context)
+        if head.kind == "shortlist":
+            numbers = head.tensors["table"].numel()
+            return Cost(2.0 * numbers, self.shape.vocab * item * (part == "readout"), numbers * item)
+        plain = super().cost(part, k, context)
+        adapter = sum(head.tensors[name].numel() for name in ("a", "b") if name in head.tensors)
+        extra = adapter * (part == "readout")
+        return plain._replace(
+            flops_per_row=plain.flops_per_row + 2.0 * extra,
+            weight_bytes_per_turn=plain.weight_bytes_per_turn + extra * item,
+        )
 
 
 def split_layers(layers: int, segments: int | Sequence[int] | None) -> tuple[range, ...]:

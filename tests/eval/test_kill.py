@@ -30,7 +30,8 @@ def timeless(out):
         record = Record.read(out / arm)
         samples = [{k: v for k, v in sample.items() if k not in TIMES} for sample in record.samples]
         samples.sort(key=lambda sample: (sample["id"], sample["answer_index"]))
-        found[arm] = record.status, record.settings_used, record.protocol_hash, record.aggregates, samples
+        worth = {**record.aggregates, "latency_s": None}
+        found[arm] = record.status, record.settings_used, record.protocol_hash, worth, samples
     return found
 
 

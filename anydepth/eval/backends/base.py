@@ -53,6 +53,7 @@ class Backend(ABC):
     max_positions: int
     segments: int
     small: bool
+    head_hash: str | None = None  # of exit heads through which the model is read
 
     @abstractmethod
     def settings(self, sampling: Sampling) -> dict[str, Any]:

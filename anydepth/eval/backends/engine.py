@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,11 +15,14 @@ from anydepth.types import Request, Sampling, Score
 
 
 class EngineBackend(Backend):
-    """Answers with an LLM. The Asks are prepared before the first is submitted, so that errors come before work."""
+    """Answers with an LLM. The Asks are prepared before the first is submitted, so that errors come before work.
+
+    profiles: names under which an arm may ask for a loaded profile, and the profile's own name.
+    """
 
     name = "engine"
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, profiles: Mapping[str, str] | None = None) -> None:
         if llm.tokenizer is None:
             raise ValueError(f"model {llm.checkpoint.name} has no tokenizer, which questions need; give one to LLM")
         if llm.engine.weight_version:
@@ -27,17 +30,26 @@ class EngineBackend(Backend):
                 f"the weights of {llm.checkpoint.name} were exchanged after it was loaded, so its name and hash do not "
                 f"say what is evaluated; save them as a checkpoint and load that"
             )
-        self.llm, self.tokenizer = llm, llm.tokenizer
+        self.llm, self.tokenizer, self._profiles = llm, llm.tokenizer, profiles or {}
         self.model_name, self.model_hash = llm.checkpoint.name, llm.checkpoint.model_hash
+        if llm.heads is not None:
+            self.head_hash = llm.heads[1]
         shape = llm.engine.model.shape
         self.max_positions, self.segments = shape.max_positions, shape.segments
         self.small = shape.hidden < SMALL_HIDDEN
 
     def settings(self, sampling: Sampling) -> dict[str, Any]:
-        return settings_in_force(self.llm.engine, sampling)
+        heads = {} if self.llm.heads is None else dict(zip(("heads", "head_hash"), self.llm.heads, strict=True))
+        return {**settings_in_force(self.llm.engine, self._own(sampling)), **heads}
+
+    def _own(self, sampling: Sampling) -> Sampling:
+        """With the profile by its own name."""
+        own = self._profiles.get(sampling.profile or "")
+        return sampling if own is None else replace(sampling, profile=own)
 
     def replies(self, asks: Sequence[Ask], sampling: Sampling, *, concurrency: int) -> Iterator[Reply]:
         """Leaves the engine empty, however it ends."""
+        sampling = self._own(sampling)
         if self.llm.engine.mode.name != "sync":  # which a continuation must not wait for
             yield from self._scored([ask for ask in asks if ask.continuations], sampling, concurrency)
             asks = [ask for ask in asks if not ask.continuations]

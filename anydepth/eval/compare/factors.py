@@ -18,8 +18,8 @@ _PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "trace": ("trace",),
     "interval": ("interval", "shallow_depth", *_BOUNDS),
     "gate_cdf": ("exit_threshold", *_BOUNDS, "gate_dtype"),
-    "confidence": ("profile", *_BOUNDS),
-    "probe": ("profile", *_BOUNDS),
+    "confidence": ("profile", "profile_hash", *_BOUNDS),
+    "probe": ("profile", "profile_hash", *_BOUNDS),
 }
 _ALL = tuple(dict.fromkeys(name for names in _PARAMETERS.values() for name in names))
 _KNOWN_BEFOREHAND = ("never", "fixed", "interval", "trace")  # no signal, so none comes late
@@ -36,6 +36,9 @@ _BESIDE = (
     "logprobs",
     "concurrency",
     "certificate",
+    "heads",  # as their hash says it
+    "exit_layers",  # as segments does
+    "profile_thresholds",
 )
 # What runs of one protocol share, as far as settings say it: for telling what differs where the hashes do.
 PROTOCOL = ("task", "model", "split", "question_ids_sha256", "max_tokens", "stop", "ignore_eos", "first_token", "n")
@@ -72,8 +75,8 @@ def factors(a: Settings, b: Settings) -> Factors:
     for name in sorted({*a, *b} - {"policy", *_BESIDE}):
         if _value(a, name) == _value(b, name) or _of_another(name, a, b):
             continue
-        words = signals_words if name == "signals" else lambda settings, name=name: value_words(_value(settings, name))
-        factor = Factor(name, words(a), words(b))
+        words = _WORDS.get(name, lambda settings, name=name: value_words(_value(settings, name)))
+        factor = Factor("heads" if name == "head_hash" else name, words(a), words(b))
         if name in _ALL:
             counted += [factor] if name in used else []
         else:
@@ -90,13 +93,24 @@ def _of_another(name: str, a: Settings, b: Settings) -> bool:
     not speak of is part of the backend."""
     if name == "lateness":
         return bool(_value(a, "signals") != _value(b, "signals"))
+    if name in ("profile", "profile_hash"):  # one factor: by name, or where that says nothing by what stands in them
+        same_name, same = (a.get(key) == b.get(key) for key in ("profile", "profile_hash"))
+        return (same and a.get("profile_hash") is not None) if name == "profile" else not same_name
     return name not in _SILENT and a.get("backend") != b.get("backend") and (name in a) != (name in b)
+
+
+def heads_words(settings: Settings) -> str:
+    """Exit heads by folder and hash: "heads (1a2b3c4d)"."""
+    return f"{settings['heads']} ({settings['head_hash'][:8]})" if settings.get("head_hash") else "none"
 
 
 def signals_words(settings: Settings) -> str:
     """The mode of signals, and how late they come: "delayed, 1 turn late"."""
     mode, turns = _value(settings, "signals"), _value(settings, "lateness")
     return f"{mode}, {turns} turn{'s' if turns > 1 else ''} late" if turns else str(mode)
+
+
+_WORDS = {"signals": signals_words, "head_hash": heads_words}
 
 
 def effective_policy(settings: Settings) -> str:
@@ -115,7 +129,8 @@ def policy_words(settings: Settings) -> str:
     """An exit policy with its parameters that are no defaults: "gate_cdf 0.5, min_depth 2"."""
     name: str = settings["policy"]
     plain = {"min_depth": 1, "max_depth": settings.get("segments"), "gate_dtype": "float32"}
-    used = [key for key in _PARAMETERS.get(name, _ALL) if settings.get(key) not in (None, plain.get(key))]
+    known = [key for key in _PARAMETERS.get(name, _ALL) if key != "profile_hash"]
+    used = [key for key in known if settings.get(key) not in (None, plain.get(key))]
     words = [
         value_words(settings[key])
         if key in ("exit_threshold", "depth", "trace")
@@ -136,6 +151,8 @@ def kv_kind(settings: Settings) -> str:
 
 def _matters(name: str, a: Settings, b: Settings) -> bool:
     policies = effective_policy(a), effective_policy(b)
+    if name == "head_hash":
+        return "never" not in policies
     if name == "fill":
         return "never" not in policies or "shared" in (a.get(name), b.get(name))
     if name in ("signals", "lateness"):

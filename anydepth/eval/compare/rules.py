@@ -82,7 +82,7 @@ def judge(rule: Mapping[str, Any], found: Comparison) -> Verdict:
 def _identical(found: Comparison) -> Verdict:
     """Ids and depths of generated answers, or logprobs and depths of choices: the same in every answer."""
     if (choices := found.choices) is not None:
-        same = not choices.depths_differ and choices.most_logprob_difference == 0
+        same = not choices.depths_differ and choices.most_logprob_difference == 0 and not choices.possible_differ
         told = (
             f"depths differ in {choices.depths_differ} of {choices.answers:,} answers, logprobs by up to "
             f"{choices.most_logprob_difference:.2g}"

@@ -37,6 +37,9 @@ class Sequences:
     also on the depths at which these tokens were read.
     `depth_first_in_same_context` counts first differing depths with the same tokens and K/V before.
 
+    `common_prefix_share` is the mean share of an answer (of the longer of the two) that comes before the first other
+    token: 1 where all are the same, 0.5 for 8, 9 against 8, 7.
+
     `shared_tokens` counts the decode tokens up to the first other token; `depth_difference` is the mean depth of the
     first arm less the second's over them, None where there are none. `same_tokens` counts those of answers without
     another token, `executed_difference` is what the first arm executed more in these answers, a token: a token's own
@@ -54,6 +57,7 @@ class Sequences:
     same_depth: int
     another_context: int
     depth_first_in_same_context: int
+    common_prefix_share: float | None
     shared_tokens: int
     depth_difference: float | None
     same_tokens: int
@@ -76,6 +80,7 @@ def compare_sequences(
     """
     tokens, depths, causes, difference, shared = [], [], Counter[str](), 0, 0
     differ = same_context = same = executed = 0
+    common = 0.0
     for a, b in pairs:
         token = first_difference(a["output_ids"], b["output_ids"])
         depth = first_difference(a["depths"], b["depths"])
@@ -83,6 +88,7 @@ def compare_sequences(
         before = len(a["depths"]) - a["decode_tokens"]  # read off the prompt
         end = len(a["output_ids"]) if token is None else token
         shared += max(0, end - before)
+        common += 1.0 if token is None else token / max(len(a["output_ids"]), len(b["output_ids"]))
         if token is None:
             same += a["decode_tokens"]
             executed += a["segments_executed"] - b["segments_executed"]
@@ -109,6 +115,7 @@ def compare_sequences(
         same_depth=causes[SAME_DEPTH],
         another_context=causes[ANOTHER_CONTEXT],
         depth_first_in_same_context=same_context,
+        common_prefix_share=common / len(pairs) if pairs else None,
         shared_tokens=shared,
         depth_difference=difference / shared if shared else None,
         same_tokens=same,
@@ -156,30 +163,38 @@ def _spread(indices: Sequence[int]) -> Spread | None:
 @dataclass(frozen=True, kw_only=True)
 class ChoiceDifferences:
     """Answers that were scored by likelihood: questions with another choice, the largest distance of two logprobs of
-    one token, and questions of which any token was read at another depth."""
+    one token that is possible in both, questions with a token that is impossible (null) in one arm alone, and those of
+    which any token was read at another depth."""
 
     answers: int
     chosen_differ: int
     most_logprob_difference: float
+    possible_differ: int
     depths_differ: int
 
 
 def compare_choices(pairs: Sequence[tuple[Sample, Sample]]) -> ChoiceDifferences:
     """Compare answers that have `choices`. ValueError for continuations of other lengths, which are other questions."""
-    most, chosen, depths = 0.0, 0, 0
+    most, chosen, possible, depths = 0.0, 0, 0, 0
     for a, b in pairs:
         ones, others = a["choices"], b["choices"]
         if [len(one["logprobs"]) for one in ones] != [len(other["logprobs"]) for other in others]:
             raise ValueError(f"question {a['id']!r} has choices of other lengths in the two Records; run one again")
         chosen += _chosen(ones) != _chosen(others)
         depths += [one["depths"] for one in ones] != [other["depths"] for other in others]
-        for one, other in zip(ones, others, strict=True):
-            most = max([most, *(abs(x - y) for x, y in zip(one["logprobs"], other["logprobs"], strict=True))])
+        both = list(zip(ones, others, strict=True))
+        values = [xy for one, other in both for xy in zip(one["logprobs"], other["logprobs"], strict=True)]
+        possible += any((x is None) != (y is None) for x, y in values)
+        most = max([most, *(abs(x - y) for x, y in values if x is not None and y is not None)])
     return ChoiceDifferences(
-        answers=len(pairs), chosen_differ=chosen, most_logprob_difference=most, depths_differ=depths
+        answers=len(pairs),
+        chosen_differ=chosen,
+        most_logprob_difference=most,
+        possible_differ=possible,
+        depths_differ=depths,
     )
 
 
-def _chosen(choices: Sequence[Sample]) -> int:
-    sums = [sum(choice["logprobs"]) for choice in choices]
-    return sums.index(max(sums))
+def _chosen(choices: Sequence[Sample]) -> int | None:
+    sums = [sum(-inf if x is None else x for x in choice["logprobs"]) for choice in choices]
+    return sums.index(max(sums)) if max(sums) > -inf else None

@@ -119,7 +119,8 @@ def where_they_part(found: Comparison) -> list[str]:
     else:
         lines.append(
             f"Token ids differ in {found_ids.tokens_differ} answers, depths in {found_ids.depths_differ}, either in "
-            f"{found_ids.differ}."
+            f"{found_ids.differ}; {percent(found_ids.common_prefix_share)} % of an answer comes before the first other "
+            f"token."
         )
     if spread := found_ids.first_token:
         lines.append(

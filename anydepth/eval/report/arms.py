@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from anydepth.eval.aggregate import layer_shares
 from anydepth.eval.compare.compare import answers_wanted
 from anydepth.eval.compare.factors import effective_policy, factors, policy_words, signals_words, value_words
 from anydepth.eval.numbers import digits, percent, points
@@ -25,7 +26,7 @@ def setting_words(section: Section) -> dict[str, str]:
         for entry in entries[1:]
         for group in factors(entries[0].settings, entry.settings)
         for factor in group
-        if factor.name not in ("exit policy", "exit_threshold", "depth", "min_depth", "max_depth")
+        if factor.name not in ("exit policy", "exit_threshold", "depth", "min_depth", "max_depth", "profile")
     }
     if "lateness" in names:  # which the words for signals have
         names = names - {"lateness"} | {"signals"}
@@ -181,21 +182,57 @@ def depths_block(section: Section) -> Block | None:
     entries = [entry for entry in section.complete if entry.found["depth_histogram"]]
     if not entries:
         return None
-    segments = max(entry.settings["segments"] for entry in entries)
-    rows: list[Row] = []
-    for entry in entries:
-        counts = entry.found["depth_histogram"]
-        total = sum(counts.values())
-        shares = [counts.get(str(depth), 0) / total for depth in range(1, segments + 1)]
-        bar = Bar(tuple((f"depth {d}", share, tint(d, segments)) for d, share in enumerate(shares, 1) if share))
-        rows.append((entry.label, bar, digits(entry.found["mean_depth"]), *(percent(share) for share in shares)))
+    if layered := all(entry.settings.get("exit_layers") for entry in entries):
+        places = sorted({layer for entry in entries for layer in entry.settings["exit_layers"]})
+        found = [layer_shares(entry.found, entry.settings) for entry in entries]
+    else:
+        places = list(range(1, max(entry.settings["segments"] for entry in entries) + 1))
+        found = [_depth_shares(entry.found["depth_histogram"]) for entry in entries]
+    word, rows = "layer" if layered else "depth", list[Row]()
+    for entry, shares in zip(entries, found, strict=True):
+        each = [(place, shares.get(place, 0.0)) for place in places]
+        parts = [(f"{word} {p}", share, tint(n, len(places))) for n, (p, share) in enumerate(each, 1) if share]
+        mean = sum(place * share for place, share in each)
+        rows.append((entry.label, Bar(tuple(parts)), digits(mean), *(percent(share) for _, share in each)))
+    names = [f"{word} {place}" if layered else str(place) for place in places]
     return Block(
         title="Depths",
-        note="Shares of decode tokens read at each depth, in %. An answer's first token comes from the prompt, at full "
-        "depth, and is left out.",
+        note=f"Shares of decode tokens read {'after' if layered else 'at'} each {word}, in %. An answer's first token "
+        f"comes from the prompt, at full depth, and is left out.",
         tables=(
-            Table(head=("arm", "shallow to deep", "mean", *map(str, range(1, segments + 1))), rows=tuple(rows)),
-            *_levels(entries, segments),
+            Table(head=("arm", "shallow to deep", f"mean {word}" if layered else "mean", *names), rows=tuple(rows)),
+            *_levels(entries, max(entry.settings["segments"] for entry in entries)),
+        ),
+    )
+
+
+def _depth_shares(counts: Mapping[str, int]) -> dict[int, float]:
+    total = sum(counts.values())
+    return {int(depth): count / total for depth, count in counts.items()}
+
+
+def latency_block(section: Section) -> Block | None:
+    """Seconds of a whole answer, with what they depend on."""
+    rows: list[Row] = []
+    for entry in section.complete:
+        p50, p95 = (entry.found.get("latency_s", {}).get(q) for q in ("p50", "p95"))
+        if p50 is None:
+            continue
+        threads = entry.record.provenance.get("threads")
+        settings = (entry.settings.get("concurrency"), entry.settings.get("max_tokens"), threads)
+        tokens = digits(entry.found["tokens_per_question"], 1)
+        rows.append((entry.label, digits(p50, 3), digits(p95, 3), tokens, *map(value_words, settings)))
+    if not rows:
+        return None
+    return Block(
+        title="Latency",
+        note="Seconds from an answer's beginning to its end, beside the others that were under way; of choices, until "
+        "all of a question are scored. Arms were run one after the other: the machine's other work is in it.",
+        tables=(
+            Table(
+                head=("arm", "median, s", "p95, s", "tokens/ question", "at a time", "most tokens", "threads"),
+                rows=tuple(rows),
+            ),
         ),
     )
 

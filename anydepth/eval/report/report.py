@@ -16,6 +16,7 @@ from anydepth.eval.report.arms import (
     depths_block,
     extractors_block,
     groups_block,
+    latency_block,
     metrics_block,
     pareto_points,
 )
@@ -25,7 +26,15 @@ from anydepth.eval.report.files import Gathered, Section, gather, not_run
 from anydepth.eval.report.page import Block, facts, markdown, template_environment
 from anydepth.eval.report.pairs import Pair, Pairs, doubles, pair_up
 from anydepth.eval.report.proposal import Proposal, propose, split_of
-from anydepth.eval.report.verdicts import kv_block, late_block, pairs_block, parting_block, rules_block, split_block
+from anydepth.eval.report.verdicts import (
+    agreement_block,
+    kv_block,
+    late_block,
+    pairs_block,
+    parting_block,
+    rules_block,
+    split_block,
+)
 from anydepth.record import Record, write_atomically
 
 HTML, MARKDOWN = "report.html", "report.md"
@@ -117,8 +126,10 @@ def _chapter(
         kv_block(pairs),
         split_block(pairs),
         late_block(pairs),
+        agreement_block(pairs),
         parting_block(pairs),
         depths_block(section),
+        latency_block(section),
         groups_block(section, pairs),
         Block(title="Deviations", lines=tuple(deviations(section)) or ("None that the Records know of.",)),
     ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from anydepth.eval.compare.factors import signals_words
+from anydepth.eval.compare.factors import effective_policy, signals_words
 from anydepth.eval.compare.rules import rule_words
 from anydepth.eval.compare.words import SIGNIFICANT, factor_words
 from anydepth.eval.compare.work import Work
-from anydepth.eval.numbers import digits, interval, p_value, points, signed
+from anydepth.eval.numbers import digits, interval, p_value, percent, points, signed
 from anydepth.eval.report.page import BAD, GOOD, WORDS, Block, Cell, Row, Table
 from anydepth.eval.report.pairs import Pair, Pairs, same_policy
 
@@ -82,6 +82,29 @@ def _verdict(pair: Pair) -> Cell:
     if pair.found.non_inferior:
         return Cell("non-inferior", shown, mark=GOOD)
     return Cell("not shown non-inferior", shown, mark=BAD if pair.adjusted < SIGNIFICANT and difference < 0 else "")
+
+
+def agreement_block(pairs: Pairs) -> Block | None:
+    """How far arms that may leave early say what their baseline at full depth says."""
+    rows: list[Row] = []
+    for pair in pairs.against.values():
+        if effective_policy(pair.b.settings) != "never" or effective_policy(pair.a.settings) == "never":
+            continue
+        found, choices = pair.found.sequences, pair.found.choices
+        if found is not None and found.answers:
+            same = Cell(percent(1 - found.tokens_differ / found.answers), f"of {found.answers:,}")
+            rows.append((f"{pair.a.label} − {pair.b.label}", same, percent(found.common_prefix_share)))
+        elif choices is not None and choices.answers:
+            same = Cell(percent(1 - choices.chosen_differ / choices.answers), f"of {choices.answers:,}")
+            rows.append((f"{pair.a.label} − {pair.b.label}", same, "–"))
+    if not rows:
+        return None
+    return Block(
+        title="Agreement with full depth",
+        note="Answers with the very same token ids (of choices: with the same one chosen), and the mean share of an "
+        "answer that comes before the first other token. Once answers part, their tokens are not comparable.",
+        tables=(Table(head=("A − B", "same answers, %", "before they part, %"), rows=tuple(rows)),),
+    )
 
 
 def parting_block(pairs: Pairs) -> Block | None:
