@@ -51,6 +51,7 @@ class LateRunner(Runner):
     """A turn: rows that leave are read, sampled and embedded, then every row of the plan runs its segment and its
     policy decides. `reads_late`: see `LateScheduler`."""
 
+    reads_leave = False
     slots: LateSlots
 
     def __init__(

@@ -27,12 +27,19 @@ from anydepth.ops.fill import Early, Fill
 from anydepth.ops.kv import Group, TurnKV, join
 
 
+class Shown(NamedTuple):
+    """Logits of rows, by their places in the plan."""
+
+    rows: list[int]
+    logits: Tensor
+
+
 class Decided(NamedTuple):
-    """What one policy said of its rows, by their places in the plan; with the logits that it was shown, if it was."""
+    """What one policy said of its rows, by their places in the plan; with the logits that were made for that."""
 
     rows: list[int]
     leave: Tensor
-    logits: Tensor | None
+    shown: Shown | None
 
 
 class Leaving(NamedTuple):
@@ -50,6 +57,7 @@ class Runner:
     length, is a chunk, for which nothing is gathered or padded; the host must know its plane and position for that."""
 
     lone_chunk = True
+    reads_leave = True  # the host may read who leaves in the middle of a turn
 
     def __init__(self, model: Model, fill: Fill, slots: Slots) -> None:
         self.model, self.fill, self.segments, self.slots = model, fill, model.shape.segments, slots
@@ -138,12 +146,28 @@ class Runner:
                 self._made["signal" if policy.needs == "signal" else "readout", k] += len(rows)
             states = self.slots.states[policy]
             leave, state = policy.decide(states.index_select(0, slots), depth, seen)
-            if (may := self.model.answers(k, h)) is not None:
-                self._made["answers", k] += len(rows)
-                leave = leave & may
+            decision = Decided(rows, leave, Shown(rows, seen) if policy.needs == "logits" else None)
+            decided.append(self._answering(k, h, decision) if self.model.declines(k) else decision)
             states.index_copy_(0, slots, state)
-            decided.append(Decided(rows, leave, seen if policy.needs == "logits" else None))
         return decided
+
+    def _answering(self, k: int, h_Nd: Tensor, decision: Decided) -> Decided:
+        """Without the rows that the exit's head must not answer. It takes the head's logits to know: of the rows that
+        are about to leave, as far as the host may see which these are."""
+        rows, leave, shown = decision
+        at = None
+        if shown is None:
+            some = leave.tolist() if self.reads_leave else [True] * len(rows)
+            leaving = [n for n, left in enumerate(some) if left]
+            if not leaving:
+                return decision
+            if len(leaving) < len(rows):
+                at = self._index(leaving)
+                h_Nd = h_Nd[at]
+            shown = Shown([rows[n] for n in leaving], self._readout(k, h_Nd))
+        may = self.model.answers(k, h_Nd, shown.logits)
+        self._made["answers", k] += len(may)
+        return Decided(rows, leave & may if at is None else leave.index_copy(0, at, may), shown)
 
     def _leave_early(self, decode: tuple[Row, ...], decided: list[Decided], h_Bd: Tensor) -> Leaving:
         """A row leaves at the depth it is read. Here the host reads who leaves."""
@@ -156,13 +180,13 @@ class Runner:
         return Leaving(out, [decode[i].depth for i in out], h_Ld, self._known(out, decided))
 
     def _known(self, out: list[int], decided: list[Decided]) -> Tensor | None:
-        """Logits of the rows that leave, where one policy was shown all of them."""
-        if len(decided) != 1 or decided[0].logits is None or not out:
+        """Logits of the rows that leave, where those of all of them were made for one policy."""
+        if len(decided) != 1 or (shown := decided[0].shown) is None or not out:
             return None
-        place = {i: n for n, i in enumerate(decided[0].rows)}
+        place = {i: n for n, i in enumerate(shown.rows)}
         if any(i not in place for i in out):
             return None
-        return decided[0].logits.index_select(0, self._index(place[i] for i in out))
+        return shown.logits.index_select(0, self._index(place[i] for i in out))
 
     def _leave_full(
         self,

@@ -58,8 +58,11 @@ class Model(Protocol):
     def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """K (after RoPE) and V [N, G, D] that each of the layers makes of a state."""
 
-    def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
-        """Which rows the readout at depth k may answer, [N] bool; None where it may answer all."""
+    def declines(self, k: int) -> bool:
+        """Whether there are rows that the readout at depth k must not answer: `answers` says which."""
+
+    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
+        """Which rows the readout at depth k, with these logits, may answer, [N] bool."""
 
     def cost(self, part: Part, k: int, context: float) -> Cost:
         """Work of `part` at depth k for a row that attends over `context` positions. Affine in `context`."""

@@ -202,9 +202,12 @@ class Decoder:
     def final_norm(self, h_Nd: Tensor) -> Tensor:
         return rms_norm(h_Nd, self.norm, self.eps)
 
-    def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
-        """Every row, unless an exit head says otherwise."""
-        return None
+    def declines(self, k: int) -> bool:
+        """Never, unless an exit head does."""
+        return False
+
+    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
+        return logits_NV.new_ones(len(logits_NV), dtype=torch.bool)
 
     def pack(self) -> None:
         """Bring the layers' matrices into the order in which products are fastest; `slots` brings them back."""

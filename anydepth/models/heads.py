@@ -64,12 +64,10 @@ class Head:
         full = listed.new_full((len(x), unembedding_dV.shape[1]), float("-inf"))
         return full.index_copy(1, self.tensors["ids"], listed)
 
-    def answers(self, h_Nd: Tensor, eps: float) -> Tensor | None:
-        """[N] bool, whether it may answer; None where it always may."""
-        if self.kind != "shortlist":
-            return None
-        scores = rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["table"]
-        return scores.argmax(-1) < scores.shape[1] - 1
+    def answers(self, h_Nd: Tensor, logits_NV: Tensor, eps: float) -> Tensor:
+        """[N] bool, whether a shortlist with these logits may answer: "any other" is not above all of them."""
+        other = rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["table"][:, -1]
+        return logits_NV.amax(-1) >= other
 
 
 @dataclass(frozen=True)

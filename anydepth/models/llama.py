@@ -85,22 +85,27 @@ class Llama(Decoder):
             return self.heads[k].logits(h_Nd, self.head, self.eps)
         return linear(self.final_norm(h_Nd), self.head)
 
-    def answers(self, k: int, h_Nd: Tensor) -> Tensor | None:
-        """Which rows the head at depth k may answer, [N] bool; None where it may answer all."""
-        return self.heads[k].answers(h_Nd, self.eps) if k in self.heads else None
+    def declines(self, k: int) -> bool:
+        """Where there is a shortlist."""
+        return k in self.heads and self.heads[k].kind == "shortlist"
+
+    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
+        """Which rows the head at depth k may answer, [N] bool."""
+        if not self.declines(k):
+            return super().answers(k, h_Nd, logits_NV)
+        return self.heads[k].answers(h_Nd, logits_NV, self.eps)
 
     def cost(self, part: Part, k: int, context: float) -> Cost:
-        """As `Decoder.cost`, with the exit head at depth k. A shortlist multiplies by its own columns, once for its
-        logits and once to tell whether it answers, and its logits are written over the whole vocabulary."""
+        """As `Decoder.cost`, with the exit head at depth k. A shortlist multiplies by its own columns, once more by
+        "any other" to tell whether it answers, and its logits are written over the whole vocabulary."""
         head, item = self.heads.get(k), self.norm.element_size()
         if head is None or part not in ("readout", "answers"):
             return super().cost(part, k, context)
         if head.kind == "shortlist":
-            numbers = head.tensors["table"].numel()
+            numbers = head.tensors["table"].numel() if part == "readout" else self.shape.hidden
             return Cost(2.0 * numbers, self.shape.vocab * item * (part == "readout"), numbers * item)
         plain = super().cost(part, k, context)
-        adapter = sum(head.tensors[name].numel() for name in ("a", "b") if name in head.tensors)
-        extra = adapter * (part == "readout")
+        extra = sum(head.tensors[name].numel() for name in ("a", "b") if name in head.tensors and part == "readout")
         return plain._replace(
             flops_per_row=plain.flops_per_row + 2.0 * extra,
             weight_bytes_per_turn=plain.weight_bytes_per_turn + extra * item,

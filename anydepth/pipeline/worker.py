@@ -163,11 +163,17 @@ class Worker:
             leave, after = policy.decide(before, self._index([k] * len(places)), seen)
             for tally, column in policy.tallies.items():
                 self.tallies[tally] += int((after - before)[:, column].sum())
-            if (may := self.part.answers(k, h_Ld)) is not None:
-                leave = leave & may
             states.update(zip((rows[i].key for i in places), after, strict=True))
-            shown = seen if policy.needs == "logits" else [None] * len(places)
-            out |= {i: given for i, left, given in zip(places, leave.tolist(), shown, strict=True) if left}
+            left = [n for n, leaves in enumerate(leave.tolist()) if leaves]
+            if not left:
+                continue
+            logits_LV = seen[left] if policy.needs == "logits" else None
+            if self.part.declines(k):
+                logits_LV = self.part.readout(k, h_Ld[left]) if logits_LV is None else logits_LV
+                may = self.part.answers(k, h_Ld[left], logits_LV).tolist()
+                left, logits_LV = [n for n, answers in zip(left, may, strict=True) if answers], logits_LV[may]
+            shown = logits_LV if logits_LV is not None else [None] * len(left)
+            out |= {places[n]: given for n, given in zip(left, shown, strict=True)}
         return out
 
     def _tokens(self, k: int, rows: list[Row], out: List[int], logits_LV: Tensor) -> list[Token]:

@@ -117,7 +117,7 @@ class _Work:
         self.there, self.back, self.dtype = *frozen, model.dtype
         if self.other is not None:
             listed = model.head.index_select(1, head.tensors["ids"]).to(self.other)
-            self.there = torch.cat((listed, self.other.detach()[:, None]), 1)
+            self.there = torch.cat((listed, head.own("other").detach()[:, None]), 1)
             self.back, self.dtype = self.there.t(), h_Ad.dtype
 
     def add(
@@ -132,7 +132,7 @@ class _Work:
         if gradient:
             self.dx_Ad[rows] = linear(dz_nC.to(self.dtype), self.back) * self.counts
             if self.other is not None:
-                change = self.x_Ad[rows].t() @ dz_nC[:, -1] * self.counts
+                change = self.x_Ad[rows].t() @ dz_nC[:, -1] * self.head.units["other"] * self.counts
                 self.other.grad = change if self.other.grad is None else self.other.grad.add_(change)
 
     def finish(self, share: float | None) -> Tensor:

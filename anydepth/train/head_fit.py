@@ -18,7 +18,7 @@ from anydepth.models.decoder import rms_norm
 from anydepth.models.llama import Llama
 from anydepth.train.trained_head import TrainedHead
 
-_RIDGE = 1e-2  # of the mean variance of a number
+_RIDGE = 1e-3  # of each number's own power
 
 
 @torch.no_grad()
@@ -40,7 +40,7 @@ class Fit:
         self._count, self._power = 0, torch.zeros(d, dtype=torch.float64, device=model.device)
         self._sum = self._power.clone()
         self._xx, self._xy = (self._power.new_zeros(d, d) for _ in range(2))
-        self._xo = self._power.clone()
+        self._xo, self._yy = self._power.clone(), self._power.clone()
 
     @torch.no_grad()
     def add(self, h_Ad: Tensor, y_Ad: Tensor, rest_A: Tensor | None) -> None:
@@ -54,6 +54,7 @@ class Fit:
         x = rms_norm(h_Ad.to(y_Ad), self.head.tensors["norm"].double(), self.model.eps)
         self._xx += x.t() @ x
         self._xy += x.t() @ (y_Ad - x)
+        self._yy += (y_Ad**2).sum(0)
         if rest_A is not None:
             self._xo += x.t() @ rest_A
 
@@ -64,17 +65,18 @@ class Fit:
         deviation = (self._power / self._count - mean**2).clamp(min=0).sqrt()
         self.head.mean.copy_(mean)
         self.head.scale.copy_(deviation.clamp(min=1e-6 * float(deviation.max()) + 1e-30))
+        x_d, y_d = ((power / self._count).sqrt() for power in (self._xx.diagonal(), self._yy))
+        x_d, y_d = (rms.clamp(min=1e-3 * float(rms.mean()) + 1e-30) for rms in (x_d, y_d))
         if not head or self.head.kind == "norm":
+            self.head.begin(x_d, y_d)
             return
-        own = self.head.tensors
-        ridge = _RIDGE * self._xx.diagonal().mean() * torch.eye(len(self._xx), dtype=torch.float64, device=mean.device)
-        change = torch.linalg.solve(self._xx + ridge, self._xy)
+        change = torch.linalg.solve(_ridged(self._xx), self._xy)
         # The map's own output, x change, is best kept by its largest principal directions.
-        directions = torch.linalg.eigh(change.t() @ self._xx @ change)[1][:, -own["a"].shape[1] :]
-        own["a"].copy_(change @ directions)
-        own["b"].copy_(directions.t())
-        if self.head.kind == "shortlist":
-            whole = (
-                torch.eye(len(change), dtype=torch.float64, device=mean.device) + change @ directions @ directions.t()
-            )
-            own["other"].copy_(torch.linalg.solve(whole.t() @ (self._xx + ridge) @ whole, whole.t() @ self._xo))
+        directions = torch.linalg.eigh(change.t() @ self._xx @ change)[1][:, -self.head.tensors["a"].shape[1] :]
+        whole = torch.eye(len(change)).to(change) + change @ directions @ directions.t()
+        other = torch.linalg.solve(_ridged(whole.t() @ self._xx @ whole), whole.t() @ self._xo)
+        self.head.begin(x_d, y_d, a=change @ directions, b=directions.t(), other=other)
+
+
+def _ridged(powers_dd: Tensor) -> Tensor:
+    return powers_dd + _RIDGE * powers_dd.diagonal().diag()

@@ -16,8 +16,8 @@ SAVED = ("float32", "float16", "bfloat16")
 @dataclass(frozen=True, kw_only=True)
 class HeadRecipe:
     """Hyperparameters. exits: layers after which heads read. kinds, weights: one for all exits, or one each; as the
-    exits' heads share nothing, weights matter through the common clipping only. `fit`:
-    micro-batches from which heads and probes' scales are begun (0: one, and heads begin as the model's own readout). A
+    exits' heads share nothing, weights matter through the common clipping only. `lr`, `probe_lr`: the largest of heads
+    and probes, after the warm-up and before the cosine. `fit`: micro-batches from which heads and probes' scales are begun (0: one, and heads begin as the model's own readout). A
     step is `accumulate` micro-batches of at most `tokens` tokens, over all processes together. `save_dtype`: of the
     numbers in heads.safetensors, float16 for half the bytes."""
 
@@ -33,7 +33,8 @@ class HeadRecipe:
     tokens: int = 1024
     accumulate: int = 1
     steps: int = 1000
-    lr: float = 1e-3
+    lr: float = 1e-4
+    probe_lr: float = 1e-3
     warmup: int = 50
     clip: float = 1.0
     evaluate_every: int = 100
@@ -77,7 +78,7 @@ class HeadRecipe:
 _LEAST: Mapping[str, float] = {
     **dict.fromkeys(("rank", "shortlist", "tokens", "accumulate", "steps", "evaluate_every", "save_every"), 1),
     **dict.fromkeys(("evaluate_documents",), 1),
-    **dict.fromkeys(("temperature", "ce_weight", "lr", "warmup", "clip", "fit"), 0),
+    **dict.fromkeys(("temperature", "ce_weight", "lr", "probe_lr", "warmup", "clip", "fit"), 0),
 }
 
 

@@ -71,7 +71,15 @@ class HeadTrainer:
         self.order = Order(data, tokens=self.recipe.tokens, seed=self.recipe.seed)
         self.heads, self._unembedding = self._new_heads(), Unembedding.packed(self.model)
         self.parameters = [tensor for head in self.heads for tensor in head.parameters()]
-        self.adam = torch.optim.AdamW(self.parameters, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
+        probes = [tensor for head in self.heads for tensor in (head.probe_weight, head.probe_bias)]
+        groups = [
+            {
+                "params": [t for t in self.parameters if all(t is not probe for probe in probes)],
+                "largest": self.recipe.lr,
+            },
+            {"params": probes, "largest": self.recipe.probe_lr},
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.98), weight_decay=0.0, fused=True)
         self.progress = Progress()
 
     def _new_heads(self) -> list[TrainedHead]:
@@ -79,11 +87,11 @@ class HeadTrainer:
         ids = self.data.frequent(r.shortlist, vocab=self.model.shape.vocab) if "shortlist" in r.kinds else None
         return [TrainedHead.new(kind, self.model, rank=r.rank, ids=ids) for kind in r.kinds]
 
-    def lr(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero."""
+    def schedule(self, step: int) -> float:
+        """The share of the largest learning rate: linear warm-up, then a cosine to zero."""
         r = self.recipe
         done = max(0.0, (step - r.warmup) / max(1, r.steps - r.warmup))
-        return r.lr * min(1.0, (step + 1) / max(1, r.warmup)) * 0.5 * (1 + math.cos(math.pi * done))
+        return min(1.0, (step + 1) / max(1, r.warmup)) * 0.5 * (1 + math.cos(math.pi * done))
 
     def step(self) -> Step:
         """One optimiser step. ValueError where the loss is no number: nothing is changed by it then."""
@@ -108,8 +116,9 @@ class HeadTrainer:
                 f"the loss of step {now.step} is {total}, its gradient {norm}; the state saved last is kept. Begin in "
                 f"another folder with a smaller lr (now {r.lr}), or look at the weights and data"
             )
+        share = self.schedule(now.step)
         for group in self.adam.param_groups:
-            group["lr"] = self.lr(now.step)
+            group["lr"] = share * group["largest"]
         self.adam.step()
         tokens = sum(len(pack.ids_N) for pack in packs)
         seconds = time.monotonic() - began
@@ -122,7 +131,7 @@ class HeadTrainer:
         return Step(
             loss=total,
             gradient_norm=norm,
-            lr=self.lr(now.step),
+            lr=share * r.lr,
             tokens=tokens,
             answer_tokens=positions,
             flops=sum(self.flops(pack) for pack in packs),
@@ -163,11 +172,11 @@ class HeadTrainer:
     def save(self, path: Path) -> None:
         """Write everything that a resumed run needs."""
         state = {
-            "version": 1,
+            "version": 2,
             **self._identity(),
             "progress": asdict(self.progress),
             "heads": [tensor.detach() for tensor in self.parameters],
-            "probe_scales": [(head.mean, head.scale) for head in self.heads],
+            "buffers": [head.buffers() for head in self.heads],
             "adam": self.adam.state_dict(),
         }
         files.save_state(path, state)
@@ -185,9 +194,9 @@ class HeadTrainer:
         with torch.no_grad():
             for tensor, saved in zip(self.parameters, state["heads"], strict=True):
                 tensor.copy_(saved)
-            for head, (mean, scale) in zip(self.heads, state["probe_scales"], strict=True):
-                head.mean.copy_(mean)
-                head.scale.copy_(scale)
+            for head, saved in zip(self.heads, state["buffers"], strict=True):
+                for buffer, value in zip(head.buffers(), saved, strict=True):
+                    buffer.copy_(value)
         self.adam.load_state_dict(state["adam"])
 
     def exit_heads(self, about: Mapping[str, Any]) -> ExitHeads:

@@ -11,11 +11,13 @@ from anydepth.models.llama import Llama
 
 
 class TrainedHead:
-    """Head and probe of one exit, in float32 or wider. The probe learns on states brought to mean 0 and deviation 1 a
-    number, which `probe()` takes back: raw states differ a thousandfold in scale."""
+    """Head and probe of one exit, in float32 or wider. Numbers of a state differ a thousandfold in scale, and the same
+    small step on each would be a large one on some. So the probe learns on states brought to mean 0 and deviation 1,
+    and of the head's `tensors` those in `units` are learnt as multiples of these: `own` is what they mean."""
 
     def __init__(self, kind: str, tensors: dict[str, Tensor], hidden: int) -> None:
         self.kind, self.tensors = kind, tensors
+        self.units = {name: torch.ones_like(tensors[name]) for name in ("a", "b", "other") if name in tensors}
         like = tensors["norm"]
         self.probe_weight, self.probe_bias = like.new_zeros(hidden), like.new_zeros(1)
         self.mean, self.scale = like.new_zeros(hidden), like.new_ones(hidden)
@@ -41,10 +43,28 @@ class TrainedHead:
         own = [tensor for tensor in self.tensors.values() if tensor.is_floating_point()]
         return [*own, self.probe_weight, self.probe_bias]
 
+    def own(self, name: str) -> Tensor:
+        """A tensor as the head that is read with has it."""
+        return self.tensors[name] * self.units[name] if name in self.units else self.tensors[name]
+
+    def buffers(self) -> list[Tensor]:
+        """What is not trained, but begun with."""
+        return [self.mean, self.scale, *self.units.values()]
+
+    @torch.no_grad()
+    def begin(self, x_d: Tensor, y_d: Tensor, **values: Tensor) -> None:
+        """Units from the root mean squares of what comes in and what is read, and values to begin with; without a
+        value a tensor keeps what it means."""
+        units = {"a": 1 / x_d[:, None], "b": y_d, "other": 1 / y_d}
+        for name, unit in self.units.items():
+            value = values.get(name, self.own(name)).to(unit)
+            unit.copy_(units[name].expand_as(unit))
+            self.tensors[name].copy_(value / unit)
+
     def features(self, h_Ad: Tensor, eps: float) -> Tensor:
         """What the columns multiply, [A, d]."""
         x = rms_norm(h_Ad, self.tensors["norm"], eps)
-        return x if self.kind == "norm" else x + (x @ self.tensors["a"]) @ self.tensors["b"]
+        return x if self.kind == "norm" else x + (x @ self.own("a")) @ self.own("b")
 
     def probe_logits(self, h_Ad: Tensor) -> Tensor:
         """[A]."""
@@ -52,7 +72,7 @@ class TrainedHead:
 
     def head(self) -> Head:
         """As it is now, to read with or to save."""
-        return Head(self.kind, {name: tensor.detach().clone() for name, tensor in self.tensors.items()})
+        return Head(self.kind, {name: self.own(name).detach().clone() for name in self.tensors})
 
     def probe(self) -> Probe:
         """As it is now, for raw states."""

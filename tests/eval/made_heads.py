@@ -39,14 +39,12 @@ def write_heads(
 
     def head() -> Head:
         tensors = {"norm": torch.ones(shape.hidden)}
-        if kind == "low_rank":
+        if kind != "norm":
             tensors |= {"a": normal(shape.hidden, 3), "b": normal(3, shape.hidden)}
         if kind == "shortlist":
             ids = torch.tensor(range(0, shape.vocab, 2) if listed is None else listed)
-            table = normal(shape.hidden, len(ids) + 1)
-            if listed is not None:
-                table[:, -1] = (table[:, 0] + table[:, 1]) / 2
-            tensors |= {"ids": ids, "table": table}
+            columns = checkpoint.model.head[:, ids[:2]]
+            tensors |= {"ids": ids, "other": normal(shape.hidden) if listed is None else columns.mean(1)}
         return Head(kind, tensors)
 
     heads = {layer: head() for layer in exits}

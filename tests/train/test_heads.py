@@ -132,6 +132,8 @@ def test_losses_and_gradients_are_those_of_the_plain_formula(folder, data, kind,
     with torch.no_grad():
         for tensor in (t for head in heads for t in head.parameters()):
             tensor += 0.3 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+    for head in heads:
+        head.begin(*(0.5 + torch.rand(2, 32, generator=generator, dtype=torch.float64)))
     pack = Pack.of(data, data.documents(held_out=False)[:9], mask_prompts=True, device=model.device)
     states = exit_states(model, pack, (1, 3))
     goal, weights, share = Goal(temperature=temperature, ce_weight=ce_weight), (1.0, 0.25), 1 / 7
@@ -142,7 +144,7 @@ def test_losses_and_gradients_are_those_of_the_plain_formula(folder, data, kind,
         x = head.features(states[e], model.eps)
         columns = model.head
         if kind == "shortlist":
-            columns = torch.cat((model.head[:, ids], head.tensors["other"][:, None]), 1)
+            columns = torch.cat((model.head[:, ids], head.own("other")[:, None]), 1)
         z = x @ columns
         teacher = ((model.final_norm(states[-1]) @ model.head) / temperature).softmax(-1)
         target, says = pack.targets_A, z.argmax(-1)
@@ -498,16 +500,16 @@ def test_heads_begin_at_the_best_linear_map(folder, data, kind, rank) -> None:
     h, last = (torch.cat(part) for part in zip(*parts, strict=True))
     x, y = head.features(h, model.eps).detach(), model.final_norm(last)
     fit.apply(head=True)
-    ridge = (1e-2 * x.square().sum(0).mean()) ** 0.5 * torch.eye(32, dtype=x.dtype)
+    ridge = (1e-3 * x.square().sum(0)).sqrt().diag()
     solved = torch.linalg.lstsq(torch.cat((x, ridge)), torch.cat((y - x, 0 * ridge))).solution
     corrected = head.features(h, model.eps).detach()
     best = torch.linalg.svdvals(x @ solved)[rank:].norm()
     torch.testing.assert_close((x @ solved - (corrected - x)).norm(), best, atol=1e-9, rtol=1e-6)
     if kind == "shortlist":
         rest = (y @ model.head).exp().sum(1) - (y @ model.head)[:, ids].exp().sum(1)
-        rows = torch.cat((corrected, ridge + ridge @ head.tensors["a"].detach() @ head.tensors["b"].detach()))
+        rows = torch.cat((corrected, (1e-3 * corrected.square().sum(0)).sqrt().diag()))
         other = torch.linalg.lstsq(rows, torch.cat((rest.log(), 0 * ridge[0]))[:, None]).solution
-        torch.testing.assert_close(corrected @ head.tensors["other"].detach(), (corrected @ other)[:, 0])
+        torch.testing.assert_close(corrected @ head.own("other").detach(), (corrected @ other)[:, 0])
     torch.testing.assert_close((h - head.mean) / head.scale, (h - h.mean(0)) / h.std(0, correction=0))
 
 
