@@ -42,7 +42,7 @@ class Invariant:
         self._model = model
         self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
         self.embed, self.cost, self.pack, self.slots = model.embed, model.cost, model.pack, model.slots
-        self.answers, self.keys_values = model.answers, model.keys_values
+        self.declines, self.answers, self.keys_values = model.declines, model.answers, model.keys_values
         self.measure()
 
     def measure(self) -> None:
