@@ -158,8 +158,7 @@ class Workplace:
         key = str(side.used["dtype"])
         if key not in self._backends:
             options = {"dtype": key, "device": side.given.get("device", side.used["device"]), "max_batch": 1}
-            if "segments" in side.given:
-                options["segments"] = side.given["segments"]
+            options |= {name: side.given[name] for name in ("segments", "heads") if name in side.given}
             self._backends[key] = _backend(Arm(name="replay"), self.model, options)
         return self._backends[key]
 
@@ -208,7 +207,9 @@ def _backend(arm: Arm, model: str, options: Mapping[str, Any]) -> Backend:
         from anydepth.engine.llm import LLM
         from anydepth.eval.backends.engine import EngineBackend
 
-        return EngineBackend(LLM(model, **options))
+        llm = LLM(model, **options)
+        own = {} if arm.profile is None else dict(zip([arm.profile], llm.engine.profiles, strict=True))
+        return EngineBackend(llm, profiles=own)
     from anydepth.eval.backends.load import load_backend
 
     if beyond := options.keys() - {*ENGINE_FIELDS, "max_batch"}:

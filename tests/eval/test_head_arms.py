@@ -11,13 +11,18 @@ import pytest
 from anydepth import LLM, Sampling
 from anydepth.cli import app
 from anydepth.eval.arms import Arm, Study
+from anydepth.eval.backends.engine import EngineBackend
 from anydepth.eval.compare.compare import compare
+from anydepth.eval.compare.rules import judge
+from anydepth.eval.compare.sequences import compare_sequences
 from anydepth.eval.protocol import study_of
 from anydepth.eval.report.report import report
+from anydepth.eval.run import in_force
 from anydepth.eval.show import show_arms
 from anydepth.eval.study import freeze_study, run_study
 from anydepth.record import Record
 from tests.eval.made_heads import CAREFUL, EAGER, write_heads, write_profile
+from tests.eval.made_records import answer, write_arm
 from tests.random_nano import write_random_nano
 
 TOML = """\
@@ -272,3 +277,42 @@ def test_alpacaeval_writes_what_its_judge_reads_with_heads_too(folder, monkeypat
     written = json.loads(Path("judge/early.json").read_text())
     assert [row["instruction"] for row in written] == [row["instruction"] for row in rows]
     assert {row["generator"] for row in written} == {"model-early"} and all(row["output"] for row in written)
+
+
+def test_lm_eval_and_diagnose_take_heads_and_a_profiles_path(folder):
+    pytest.importorskip("lm_eval")
+    from anydepth.diagnose.sides import Workplace
+    from anydepth.eval.lm_eval.model import AnydepthLM
+
+    arm = {"heads": str(folder / "heads"), "policy": "probe", "profile": str(folder / "own.toml"), "fill": "project"}
+    lm = AnydepthLM(model=str(folder / "model"), **arm)
+    assert lm._settings["profile"] == "own" and lm._settings["policy"] == "probe"
+    place = Workplace(model=str(folder / "model"), task="nano", out=folder / "out", limit=2, progress=False)
+    side = place.run({**arm, "max_tokens": 4}, "probe")
+    assert (side.used["profile"], side.used["heads"]) == ("own", "heads") and len(place.outputs(side)) == 2
+
+
+def test_a_backend_without_the_arms_heads_is_refused(folder):
+    backend = EngineBackend(LLM(folder / "model"))
+    arm = Arm.parse({"name": "a", "heads": str(folder / "heads")})
+    with pytest.raises(ValueError, match=r"arm 'a' wants the exit heads .*heads', this engine was made with None"):
+        in_force(arm, backend, arm.sampling())
+
+
+def test_the_share_before_answers_part():
+    """Half of 8, 9 is in 8, 7; two thirds of 8, 7, 6 in 8, 7; the third pair is the same."""
+    pairs = [([8, 9], [8, 7]), ([8, 7], [8, 7, 6]), ([8], [8])]
+    made = [(answer(n, ids=one), answer(n, ids=other)) for n, (one, other) in enumerate(pairs)]
+    found = compare_sequences(made, segments=4)
+    assert found.common_prefix_share == pytest.approx((1 / 2 + 2 / 3 + 1) / 3) and found.tokens_differ == 2
+
+
+def test_choices_are_not_identical_where_one_is_impossible_in_one_arm_alone(tmp_path):
+    def arm(name, *logprobs):
+        choices = [{"logprobs": [-1.0, x], "depths": [4, 4]} for x in logprobs]
+        return write_arm(tmp_path / name, [answer("q", ids=(), depths=(), choices=choices)])
+
+    one, other, same = arm("one", -2.0, None), arm("other", -2.0, -3.0), arm("same", -2.0, None)
+    rule = {"identical": True, "compare": ["one", "other"]}
+    assert judge(rule, compare(one, other)).met is False and judge(rule, compare(one, same)).met is True
+    assert compare(one, other).choices.most_logprob_difference == 0

@@ -85,7 +85,7 @@ def _identical(found: Comparison) -> Verdict:
         same = not choices.depths_differ and choices.most_logprob_difference == 0 and not choices.possible_differ
         told = (
             f"depths differ in {choices.depths_differ} of {choices.answers:,} answers, logprobs by up to "
-            f"{choices.most_logprob_difference:.2g}"
+            f"{choices.most_logprob_difference:.2g}, and what is possible in {choices.possible_differ}"
         )
         return Verdict(
             same, (f"logprobs and depths are the same in all {choices.answers:,} answers" if same else told,)

@@ -109,7 +109,8 @@ def where_they_part(found: Comparison) -> list[str]:
         return [
             *lines,
             f"Another choice is likelier in {choices.chosen_differ} questions; the largest distance of a token's "
-            f"logprobs is {choices.most_logprob_difference:.2g}; depths differ in {choices.depths_differ}.",
+            f"logprobs is {choices.most_logprob_difference:.2g}; depths differ in {choices.depths_differ}."
+            + (f" In {choices.possible_differ} a token is impossible in one alone." * bool(choices.possible_differ)),
         ]
     found_ids = found.sequences
     if found_ids is None:

@@ -93,6 +93,8 @@ class AnydepthLM(TemplateLM):
         options |= slots(batch_size, max_batch_size, options.get("max_batch"))
         self.llm = LLM(**options)
         backend = EngineBackend(self.llm)
+        if "profile" in self._arm:  # named as a file, perhaps, and now loaded
+            (self._arm["profile"],) = self.llm.engine.profiles
         # What the arm asks of this model is checked before any task is loaded.
         self._settings = backend.settings(Sampling(**{**self._arm, "max_tokens": 1}))
         self.engine, self.tokenizer = self.llm.engine, backend.tokenizer
