@@ -14,10 +14,12 @@ probe = 0.9                   # least probability of the probe
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,11 @@ class Profile:
         if content.get("gate_temperature", 1.0) <= 0:
             raise ValueError(f"{path}: gate_temperature is {content['gate_temperature']}; allowed: numbers above 0")
         return cls(exits=read, **content)
+
+    @property
+    def sha256(self) -> str:
+        """Hash (hex) of all that it says; comments of its file are not in it."""
+        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
     def check_hashes(self, *, model_hash: str, head_hash: str | None) -> None:
         """ValueError where it is for another model or other heads."""
