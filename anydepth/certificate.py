@@ -40,7 +40,7 @@ class Certificate:
 
     `policy` has the exit settings that all of the `grid` share and the model's number of `segments`; `grid` those that
     were tried, the most conservative first; `points`, for each of them, n, the sum of losses, how many questions have
-    loss 1 because they could not be scored, p (None without a test) and, of a profile, its `profile_sha256`. `chosen`
+    loss 1 because they could not be scored, p (None without a test) and, of a profile, its `profile_hash`. `chosen`
     is one of the grid, or "never" where none was certified. `eps` bounds the mean loss, with confidence 1 - `delta`;
     `delta` is None where it is bounded in expectation only. `fitted_on`, `certified_on`: `question_set_hash` of the
     ids, None for no questions.
@@ -148,7 +148,7 @@ class Certificate:
             )
         if self.chosen != NEVER and "profile" in self.chosen:
             name = self.chosen["profile"]
-            certified = self.points[self.grid.index(self.chosen)].get("profile_sha256")
+            certified = self.points[self.grid.index(self.chosen)].get("profile_hash")
             if name not in (profiles or {}):
                 raise ValueError(f"the certificate is for profile {name!r}, which is not loaded; give profile={name!r}")
             if certified not in (None, (profiles or {})[name]):

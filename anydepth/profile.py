@@ -19,11 +19,13 @@ import json
 import math
 import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from anydepth.types import unknown
+
+FOLDER = "profiles"  # beside the heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +78,22 @@ class Profile:
             raise ValueError(f"{path}: gate_temperature is {content['gate_temperature']}; allowed: numbers above 0")
         return cls(exits=read, **content)
 
+    def thresholds(self) -> dict[str, Any]:
+        """Its numbers as JSON takes them, infinite ones as words: {"gate_temperature": 2.0, "exits": [{"layer": 4,
+        "probe": 0.9}]}."""
+        exits = [{f.name: getattr(each, f.name) for f in fields(Exit)} for each in self.exits]
+        return {
+            "gate_temperature": float(self.gate_temperature),
+            "exits": [
+                {key: value if key == "layer" else _plain(value) for key, value in each.items() if value is not None}
+                for each in exits
+            ],
+        }
+
     @property
-    def sha256(self) -> str:
-        """Hash (hex) of all that it says; comments of its file are not in it."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+    def hash(self) -> str:
+        """sha256 (hex) of its thresholds, under whatever name."""
+        return hashlib.sha256(json.dumps(self.thresholds(), sort_keys=True).encode()).hexdigest()
 
     def check_hashes(self, *, model_hash: str, head_hash: str | None) -> None:
         """ValueError where it is for another model or other heads."""
@@ -97,6 +111,18 @@ class Profile:
                 f"profile {self.name!r} has exits after layers {missing}, but the model's segments end after "
                 f"{list(exits)}; give segments= or heads= that end there"
             )
+
+
+def profile_path(name: str | Path, heads: str | Path | None) -> Path:
+    """The file of a profile: a path (.toml), or a name in the folder `profiles` beside the heads."""
+    path = Path(name).expanduser()
+    if path.suffix != ".toml" and heads is not None:
+        return Path(heads).expanduser() / FOLDER / f"{name}.toml"
+    return path
+
+
+def _plain(value: float) -> float | str:
+    return str(float(value)) if math.isinf(value) else float(value)
 
 
 def _known(path: Path, content: Any, names: Sequence[str]) -> None:

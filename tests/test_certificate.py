@@ -257,7 +257,7 @@ def test_every_field_of_sampling_is_certified_or_free():
                 "policy": {"exit_policy": "probe", "segments": 4},
                 "grid": ({"profile": "probe-0.9"},),
                 "chosen": {"profile": "probe-0.9"},
-                "points": ({"n": 600, "losses": 9.5, "unscored": 0, "p": 0.01, "profile_sha256": "s"},),
+                "points": ({"n": 600, "losses": 9.5, "unscored": 0, "p": 0.01, "profile_hash": "s"},),
                 "fill": "project",
             },
             "certified: probe profile probe-0.9: on at most 5 % of an answer's tokens, on average, early exit says "

@@ -114,7 +114,7 @@ def choose(
         delta=delta,
         method="ltt",
         points=tuple(
-            {"n": len(lost), "losses": fsum(lost), "unscored": 0, "p": p, "profile_sha256": profile.sha256}
+            {"n": len(lost), "losses": fsum(lost), "unscored": 0, "p": p, "profile_hash": profile.hash}
             for profile, lost, p in zip(profiles, losses, p_values, strict=True)
         ),
         chosen=grid[count - 1] if count else NEVER,

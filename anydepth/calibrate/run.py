@@ -23,10 +23,9 @@ from anydepth.certificate import FILE, PROFILED, Certificate, describe, question
 from anydepth.engine.llm import LLM
 from anydepth.eval.calibrate import Goal, fix_plan
 from anydepth.eval.calibrate_checks import LEAST_QUESTIONS, check_questions
-from anydepth.models.attach import PROFILES
 from anydepth.models.heads import read_about
 from anydepth.models.llama import Llama
-from anydepth.profile import Profile
+from anydepth.profile import FOLDER, Profile
 from anydepth.record import write_atomically
 from anydepth.train.head_data import Source
 from anydepth.types import unknown
@@ -102,11 +101,11 @@ def calibrate_heads(
             report(f"no exit reaches {level:g}: no profile is written for it")
     found = work.facts(temperature, fitting)
     for profile in profiles:
-        path = write_profile(out / PROFILES, profile, comments)
+        path = write_profile(out / FOLDER, profile, comments)
         found["profiles"][profile.name] = work.profile_facts(profile, fitting, certifying)
         if install:
-            (job.heads / PROFILES).mkdir(exist_ok=True)
-            shutil.copyfile(path, job.heads / PROFILES / path.name)
+            (job.heads / FOLDER).mkdir(exist_ok=True)
+            shutil.copyfile(path, job.heads / FOLDER / path.name)
     certificate, reason = work.certified(profiles, certifying)
     for profile, point in zip(profiles, certificate.points if certificate else (), strict=False):
         found["profiles"][profile.name]["risk"] = {key: point[key] for key in ("n", "losses", "p")}
@@ -247,7 +246,7 @@ class _Work:
                 of["gates"],
             )
         )
-        return {"sha256": profile.sha256, "exits": [asdict(exit) for exit in profile.exits], **sets}
+        return {"hash": profile.hash, "exits": [asdict(exit) for exit in profile.exits], **sets}
 
     def certified(self, profiles: Sequence[Profile], certifying: Table) -> tuple[Certificate | None, str | None]:
         """The certificate, written; or why there is none."""

@@ -176,7 +176,7 @@ def calibrate(
                 "losses": fsum(lost),
                 "unscored": _unscored(goal.loss, full, record),
                 "p": p,
-                **({"profile_sha256": record.settings_used.get("profile_sha256")} if profiled else {}),
+                **({"profile_hash": record.settings_used.get("profile_hash")} if profiled else {}),
             }
             for lost, record, p in zip(losses, points, p_values, strict=True)
         ),

@@ -9,7 +9,7 @@ from anydepth.record import Record
 
 LEAST_QUESTIONS = 500
 # May differ along the grid.
-_FREE = ("name", "concurrency", *GRID_SETTINGS, "profile", "profile_sha256")
+_FREE = ("name", "concurrency", *GRID_SETTINGS, "profile", "profile_hash", "profile_thresholds")
 _IDLE = ("policy", "fill", "gate_dtype", "signals", "lateness")  # mean nothing where no token leaves early
 
 

@@ -83,6 +83,30 @@ def test_rows_whose_head_declines_do_not_leave():
     assert (found[0]["left"], found[0]["declined"], found[1]["asked"]) == (0, len(rows), len(rows))
 
 
+def test_a_test_kept_a_row_alone_where_the_others_let_it_go():
+    """Five rows: all pass; the logit fails; logit and margin fail; all fail; all pass but the head declines."""
+    rows = table(exits=1, rows=5)
+    column = np.array([[1.0], [0.0], [0.0], [0.0], [1.0]])
+    rows = replace(
+        rows,
+        logit_RE=column,
+        margin_RE=np.array([[1.0], [1.0], [0.0], [0.0], [1.0]]),
+        entropy_RE=np.array([[0.5], [0.5], [0.5], [3.0], [0.5]]),
+        agrees_RE=column > 0,
+        answers_RE=np.arange(5)[:, None] < 4,
+    )
+    (found,) = gates(rows, profile((Exit(layer=5, logit=1.0, margin=1.0, entropy=0.5),)), "confidence")
+    assert found == {
+        "layer": 5,
+        "asked": 5,
+        "left": 1,
+        "agreement": 1.0,
+        "declined": 1,
+        "kept_alone": {"logit": 1, "margin": 0, "entropy": 0},
+        "idle": ["margin", "entropy"],
+    }
+
+
 @pytest.mark.parametrize("planted", [0.5, 1.0, 2.3])
 def test_the_gate_temperature_is_the_one_that_was_planted(planted):
     draw = torch.Generator().manual_seed(0)
@@ -144,7 +168,7 @@ def test_a_written_profile_reads_as_it_was(tmp_path_factory, numbers, probe):
     path = folder / "p.toml"
     path.write_text(profile_text(made, ["made by", "x"]))
     assert Profile.read(path) == made
-    assert Profile.read(path).sha256 == made.sha256 != replace(made, gate_temperature=1.0).sha256
+    assert Profile.read(path).hash == made.hash != replace(made, gate_temperature=1.0).hash
 
 
 def test_a_profile_is_written_under_its_name(tmp_path):

@@ -261,25 +261,26 @@ def test_the_report_says_what_made_it(folder, probes):
         text = (out / "profiles" / f"{name}.toml").read_text()
         assert text.startswith("# anydepth calibrate --model ") and source["sha256"] in text and "--seed 0" in text
         assert str(folder) not in text
-        assert Profile.read(out / "profiles" / f"{name}.toml").sha256 == told["sha256"]
+        assert Profile.read(out / "profiles" / f"{name}.toml").hash == told["hash"]
         assert told["fit"]["questions"] + told["certify"]["questions"] == 800
         assert told["certify"]["agreement"] > 0.5 and told["certify"]["mean_layers"] < 4
 
 
-def test_project_is_certified_by_the_engine(folder, tmp_path):
-    mine = job(folder, fill="project", levels=(0.7,))
+def test_project_is_certified_by_the_engine(folder, probes, tmp_path, monkeypatch):
+    """By whatever the engine says: here its losses are doubled on the way."""
+    monkeypatch.setattr("anydepth.calibrate.run.engine_losses", lambda scores: [2 * x for x in engine_losses(scores)])
+    mine = job(folder, fill="project", epsilon=0.9)
     found = calibrate_heads(mine, tmp_path / "out", answers=folder / "made", report=quiet)
     certificate = Certificate.read(tmp_path / "out/certificate.json")
-    assert certificate.fill == "project"
-    (told,) = found["profiles"].values()
-    assert told["risk"]["losses"] != pytest.approx((1 - told["certify"]["agreement"]) * told["certify"]["questions"])
-    LLM(
-        folder,
-        certificate=certificate,
-        heads=folder / "heads",
-        fill="project",
-        profile=tmp_path / "out/profiles/probe-0.7.toml",
-    )
+    assert certificate.fill == "project" and certificate.chosen != "never"
+    for name, told in found["profiles"].items():
+        full = probes[0]["profiles"][name]
+        assert told["exits"] == full["exits"]
+        assert (
+            told["risk"]["losses"] == pytest.approx(2 * full["risk"]["losses"], rel=0.1) and full["risk"]["losses"] > 5
+        )
+    profile = tmp_path / f"out/profiles/{certificate.chosen['profile']}.toml"
+    LLM(folder, certificate=certificate, heads=folder / "heads", fill="project", profile=profile)
 
 
 def test_under_project_nothing_is_scored_after_the_first_failure(folder, tmp_path):

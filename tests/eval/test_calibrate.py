@@ -427,12 +427,12 @@ def test_a_plan_that_does_not_fit_is_not_fixed(tmp_path, settings, low, message)
 
 def profiled(name, lost=0, **changes):
     """Under a profile of `probe`, as an arm with heads records it."""
-    used = {"policy": "probe", "exit_threshold": 1.0, "heads": "heads", "profile": name, "profile_sha256": f"of {name}"}
+    used = {"policy": "probe", "exit_threshold": 1.0, "heads": "heads", "profile": name, "profile_hash": f"of {name}"}
     found = record(name=name, scores=wrong(lost), **used | changes)
     return replace(found, provenance={"model": {"hash": "m", "head_hash": "h"}})
 
 
-HEADED = {"heads": "heads", "profile": None, "profile_sha256": None}
+HEADED = {"heads": "heads", "profile": None, "profile_hash": None}
 
 
 def test_a_grid_of_profiles_is_tried_in_the_order_given(tmp_path):
@@ -441,7 +441,7 @@ def test_a_grid_of_profiles_is_tried_in_the_order_given(tmp_path):
     assert certificate.grid == tuple({"profile": name} for name in ("strict", "middle", "lax"))
     assert certificate.chosen == {"profile": "middle"} and certificate.head_hash == "h"
     assert [point["losses"] for point in certificate.points] == [2, 10, 100]
-    assert certificate.points[1]["profile_sha256"] == "of middle" and "profile" not in certificate.policy
+    assert certificate.points[1]["profile_hash"] == "of middle" and "profile" not in certificate.policy
     assert (certificate.policy["exit_policy"], certificate.policy["exit_threshold"]) == ("probe", 1.0)
     assert certificate.settings["profile"] == "middle"
     turned = made(FIVE, *grid[::-1], tmp_path=tmp_path / "turned", deep=full(**HEADED))
