@@ -17,7 +17,7 @@ from tests.models.checkpoints import WORDS, write_folder, write_tokenizer
 
 EXITS = (1, 2, 3)
 RECIPE = HeadRecipe(
-    exits=EXITS, kinds=("shortlist", "low_rank", "norm"), fit=4, rank=4, shortlist=9, tokens=200, steps=4, warmup=2
+    exits=EXITS, kinds=("shortlist", "low_rank", "norm"), fit=0, rank=4, shortlist=9, tokens=200, steps=4, warmup=2
 )
 
 

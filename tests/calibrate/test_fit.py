@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anydepth.calibrate.fit import LEVELS, fit_exits
@@ -22,6 +22,7 @@ from anydepth.profile import Exit, Profile
 from tests.calibrate.making import table
 
 POLICIES = ("confidence", "probe")
+EXAMPLES = settings(max_examples=60, deadline=None, derandomize=False, database=None, print_blob=True)
 PUBLISHED = Path(__file__).resolve().parents[2] / "examples/profiles/llama-3.1-8b-dolly.toml"
 
 
@@ -30,6 +31,7 @@ def profile(exits: tuple[Exit, ...]) -> Profile:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@EXAMPLES
 @given(seed=st.integers(0, 10**6), levels=st.lists(st.sampled_from([0.5, 0.7, 0.8, 0.9, 0.95, 1.0]), min_size=2))
 def test_rows_leave_no_earlier_under_a_stricter_level(policy, seed, levels):
     rows = table(seed)
@@ -44,6 +46,7 @@ def test_rows_leave_no_earlier_under_a_stricter_level(policy, seed, levels):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@EXAMPLES
 @given(seed=st.integers(0, 10**6))
 def test_rows_that_leave_agree_as_often_as_was_asked_and_are_enough(policy, seed):
     rows = table(seed)
@@ -160,6 +163,7 @@ def test_an_entropy_limit_near_the_vocabularys_logarithm_is_idle():
     assert gates(rows, tight, "confidence")[0]["idle"] == ["logit"]
 
 
+@EXAMPLES
 @given(st.lists(st.floats(allow_nan=False, width=64), min_size=4, max_size=4), st.floats(0, 1))
 def test_a_written_profile_reads_as_it_was(tmp_path_factory, numbers, probe):
     folder = tmp_path_factory.mktemp("p")
