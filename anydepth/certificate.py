@@ -17,7 +17,9 @@ from anydepth.types import Sampling
 VERSION = 1
 FILE = "certificate.json"
 NEVER: Literal["never"] = "never"
-GRID_SETTINGS = ("exit_threshold", "min_depth")  # what may vary between the settings that are tried
+# What may vary between the settings that are tried: these two, or the profile of `confidence` and `probe`.
+GRID_SETTINGS = ("exit_threshold", "min_depth")
+PROFILED = ("confidence", "probe")
 # Fields of Sampling that it decides, and that it holds for.
 EXIT_SETTINGS = ("exit_policy", *GRID_SETTINGS, "max_depth", "depth", "interval", "shallow_depth", "trace", "profile")
 DRAW_SETTINGS = ("temperature", "top_k", "top_p", "first_token")
@@ -25,7 +27,9 @@ LOSSES = {
     "lost": "full depth is right and early exit wrong",
     "wrong": "early exit is wrong",
     "disagree": "early exit does not answer as full depth does",
+    "disagree_tokens": "early exit says another token than full depth",  # a question's loss: the share of its tokens
 }
+OF_TOKENS = ("disagree_tokens",)
 _DEFAULTS = {name: getattr(Sampling(), name) for name in EXIT_SETTINGS}
 _CHECKSUM = "sha256"
 
@@ -36,9 +40,10 @@ class Certificate:
 
     `policy` has the exit settings that all of the `grid` share and the model's number of `segments`; `grid` those that
     were tried, the most conservative first; `points`, for each of them, n, the sum of losses, how many questions have
-    loss 1 because they could not be scored, and p (None without a test). `chosen` is one of the grid, or "never" where
-    none was certified. `eps` bounds the mean loss, with confidence 1 - `delta`; `delta` is None where it is bounded in
-    expectation only. `fitted_on`, `certified_on`: `question_set_hash` of the ids, None for no questions.
+    loss 1 because they could not be scored, p (None without a test) and, of a profile, its `profile_hash`. `chosen`
+    is one of the grid, or "never" where none was certified. `eps` bounds the mean loss, with confidence 1 - `delta`;
+    `delta` is None where it is bounded in expectation only. `fitted_on`, `certified_on`: `question_set_hash` of the
+    ids, None for no questions.
     """
 
     model_hash: str
@@ -120,8 +125,10 @@ class Certificate:
         signals: str,
         dtype: str,
         gate_dtype: str,
+        profiles: Mapping[str, str] | None = None,
     ) -> None:
-        """ValueError naming everything in which a loaded model is not the one that was certified."""
+        """ValueError naming everything in which a loaded model is not the one that was certified. `profiles`: the
+        hashes of the loaded ones by their names."""
         here = {
             "model_hash": model_hash,
             "head_hash": head_hash,
@@ -139,6 +146,13 @@ class Certificate:
                 f"the certificate is for something else: {'; '.join(wrong)}. Load what was certified, leave the "
                 f"certificate out, or calibrate this"
             )
+        if self.chosen != NEVER and "profile" in self.chosen:
+            name = self.chosen["profile"]
+            certified = self.points[self.grid.index(self.chosen)].get("profile_hash")
+            if name not in (profiles or {}):
+                raise ValueError(f"the certificate is for profile {name!r}, which is not loaded; give profile={name!r}")
+            if certified not in (None, (profiles or {})[name]):
+                raise ValueError(f"profile {name!r} was changed after it was certified; get it again, or calibrate it")
 
     def hold(self, sampling: Sampling, *, policy: str) -> Sampling:
         """A request's sampling under this certificate: without an exit setting it gets the certified one.
@@ -181,7 +195,8 @@ def describe(certificate: Certificate) -> str:
     """
     c = certificate
     surely = "in expectation" if c.delta is None else f"with {100 * (1 - c.delta):g} % confidence"
-    claim = f"on at most {100 * c.eps:g} % of questions {LOSSES[c.loss]}, {surely}"
+    of = "an answer's tokens, on average," if c.loss in OF_TOKENS else "questions"
+    claim = f"on at most {100 * c.eps:g} % of {of} {LOSSES[c.loss]}, {surely}"
     place = f"fill {c.fill}, {c.dtype}, temperature {c.sampling['temperature']:g}"
     if c.chosen == NEVER:
         return (

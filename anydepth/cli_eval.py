@@ -1,4 +1,4 @@
-"""Commands about results: eval, compare, report, bench, calibrate, export, lm-eval. One function call a command."""
+"""Commands about results: eval, compare, report, bench, export, lm-eval. One function call a command."""
 
 from __future__ import annotations
 
@@ -167,56 +167,6 @@ def bench(
     print_tables(record)
     print(f"Record in {out}")
     finish("bench", {**record.aggregates, "folder": str(out)}, as_json)
-
-
-@app.command()
-def calibrate(
-    out: Annotated[Path, typer.Option(help="Folder of grid.json, Records and certificate.json; goes on there.")],
-    eps: Annotated[float, typer.Option(help="Risk that is allowed, 0.05 is 5 % of the questions.")],
-    delta: Annotated[float, typer.Option(help="Chance that the certificate is wrong.")] = 0.05,
-    model: Model = "nano",
-    task: Annotated[str, typer.Option("--task", "-t", help="nano, gsm8k, ... or a .py file.")] = "nano",
-    split: Annotated[str, typer.Option(help="Certifying questions: no test split.")] = "calibration",
-    limit: Annotated[int | None, typer.Option(help="The first n questions by hash ranking, 500 or more.")] = None,
-    threshold: Annotated[list[float] | None, typer.Option(help="A grid point; repeat.")] = None,
-    min_depth: Annotated[list[int] | None, typer.Option(help="Another axis of the grid; repeat.")] = None,
-    setting: Annotated[str, typer.Option("--set", help='Of all arms, such as "fill=full,dtype=float64".')] = "",
-    loss: Annotated[str, typer.Option(help="lost (full depth right, early wrong), wrong or disagree.")] = "lost",
-    method: Annotated[str, typer.Option(help="ltt (learn then test) or conformal_risk_control.")] = "ltt",
-    monotonise: Annotated[bool, typer.Option("--monotonise", help="Conformal: make losses monotone.")] = False,
-    fitted_on: Annotated[list[Path] | None, typer.Option(help="Record or file of ids the grid was fitted on.")] = None,
-    seed: Annotated[int, typer.Option(help="Of answers drawn at a temperature.")] = 0,
-    data: Annotated[Path | None, typer.Option(help="Folder of data files; else ANYDEPTH_DATA.")] = None,
-    concurrency: Annotated[int, typer.Option(help="Answers at a time.")] = 32,
-    threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Choose a threshold with a finite-sample guarantee, and write its certificate."""
-    from dataclasses import asdict
-
-    from anydepth.certificate import describe
-    from anydepth.eval.calibrate import THRESHOLDS, Goal, certify
-    from anydepth.eval.data import read_ids
-    from anydepth.eval.study import Options
-
-    certificate = certify(
-        Goal(epsilon=eps, delta=delta, loss=loss, method=method, monotonise=monotonise),
-        model=model,
-        task=task,
-        out=out,
-        thresholds=threshold or THRESHOLDS,
-        min_depths=min_depth or (1,),
-        settings=read_fields(setting),
-        split=split,
-        limit=limit,
-        fitted_on=[id for path in fitted_on or () for id in read_ids(path)],
-        seed=seed,
-        options=Options(data=data, concurrency=concurrency, threads=threads),
-    )
-    print(describe(certificate))
-    print(f"Certificate in {out / 'certificate.json'}")
-    result = {**asdict(certificate), "file": str(out / "certificate.json"), "says": describe(certificate)}
-    finish("calibrate", result, as_json)
 
 
 @app.command()

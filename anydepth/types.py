@@ -179,12 +179,16 @@ class Output:
 @dataclass(frozen=True, slots=True)
 class Score:
     """Log-likelihood of one continuation under a policy: one raw logprob and one readout depth a continuation token;
-    `greedy` says whether every token was the argmax."""
+    `argmax` says of each token whether it was the most likely one, `greedy` whether all were."""
 
     logprobs: tuple[float, ...]
     depths: tuple[int, ...]
-    greedy: bool
+    argmax: tuple[bool, ...]
     usage: Usage
+
+    @property
+    def greedy(self) -> bool:
+        return all(self.argmax)
 
 
 @dataclass(frozen=True, slots=True)

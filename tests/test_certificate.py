@@ -251,6 +251,19 @@ def test_every_field_of_sampling_is_certified_or_free():
             "answer as full depth does, in expectation (n 600, losses 9.5, 2 of them unscored; fill last_exited, "
             "float32, temperature 0)",
         ),
+        (
+            {
+                "loss": "disagree_tokens",
+                "policy": {"exit_policy": "probe", "segments": 4},
+                "grid": ({"profile": "probe-0.9"},),
+                "chosen": {"profile": "probe-0.9"},
+                "points": ({"n": 600, "losses": 9.5, "unscored": 0, "p": 0.01, "profile_hash": "s"},),
+                "fill": "project",
+            },
+            "certified: probe profile probe-0.9: on at most 5 % of an answer's tokens, on average, early exit says "
+            "another token than full depth, with 95 % confidence (n 600, losses 9.5, p 0.01; fill project, float32, "
+            "temperature 0)",
+        ),
     ],
 )
 def test_describe(certificate, changes, line):

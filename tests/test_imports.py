@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "train": SHARED | {"ops", "models", "exits"},
     "eval": SHARED | {"ops", "models", "exits", "engine", "reference"},
     "bench": SHARED | {"ops", "models", "exits", "engine"},
+    "calibrate": SHARED | {"models", "exits", "engine", "train", "eval"},
     "rollout": SHARED | {"models", "exits", "engine", "train"},
     "pipeline": SHARED | {"ops", "models", "exits", "engine"},
     "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
@@ -40,6 +41,7 @@ MAY_IMPORT = {
 COMMANDS = {
     "__main__",
     "cli",
+    "cli_calibrate",
     "cli_diagnose",
     "cli_eval",
     "cli_options",
@@ -60,6 +62,7 @@ NO_TORCH = [
     "anydepth.stats",
     "anydepth.provenance",
     "anydepth.cli",
+    "anydepth.cli_calibrate",
     "anydepth.cli_eval",
     "anydepth.cli_diagnose",
     "anydepth.cli_rollout",
@@ -76,6 +79,10 @@ NO_TORCH = [
     "anydepth.pipeline.admission",
     "anydepth.pipeline.manifest",
     "anydepth.eval",
+    "anydepth.calibrate.fit",
+    "anydepth.calibrate.gates",
+    "anydepth.calibrate.table",
+    "anydepth.calibrate.write",
 ]
 
 
@@ -151,8 +158,8 @@ def loads(module: str, seen: dict[str, str | None]) -> dict[str, str | None]:
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_go_one_way(module):
-    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench, rollout} <- diagnose <- commands;
-    train beside them, which rollout may use."""
+    """{types, record, stats} <- ops <- models <- exits <- engine <- {eval, bench, rollout} <- {diagnose, calibrate} <-
+    commands; train beside them, which rollout and calibrate may use."""
     room = room_of(module)
     assert room in MAY_IMPORT, f"{room} is a new room: say in MAY_IMPORT what it may import"
     for other in package_imports(module):

@@ -21,7 +21,7 @@ def add_token(sequence: Sequence, read: Read) -> Chunk:
         usage.decode_tokens += 1
         usage.segments_read += read.depth
     if request.forced:
-        sequence.greedy &= read.greedy
+        sequence.argmax.append(read.greedy)
         return _scored(sequence, read)
     reason, text = _ending(sequence, read.token_id)
     if reason:
@@ -60,12 +60,12 @@ def _scored(sequence: Sequence, read: Read) -> Chunk:
     assert target is not None
     if len(sequence.token_ids) < len(target):
         return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id)
-    score = Score(tuple(sequence.logprobs), tuple(sequence.depths), sequence.greedy, sequence.usage)
+    score = Score(tuple(sequence.logprobs), tuple(sequence.depths), tuple(sequence.argmax), sequence.usage)
     sequence.scored += 1
     if sequence.scored == len(request.forced):
         return _last(sequence, "length", None, read, score)
     sequence.issued, sequence.token_ids, sequence.depths, sequence.logprobs = 0, [], [], []
-    sequence.greedy, sequence.usage = True, Usage(prompt_tokens=sequence.usage.prompt_tokens)
+    sequence.argmax, sequence.usage = [], Usage(prompt_tokens=sequence.usage.prompt_tokens)
     return Chunk(None, read.token_id, read.depth, read.logprob, request_id=request.id, score=score)
 
 

@@ -112,6 +112,7 @@ class LLM:
                 signals=signals,
                 dtype=str(self.checkpoint.model.dtype).removeprefix("torch."),
                 gate_dtype=gate_dtype,
+                profiles={profile.name: profile.hash for profile in profiles},
             )
         self._inbox: dict[str, list[Chunk]] = {}  # of iterators under way
         self._mail: set[str] = set()  # whose inbox is not empty

@@ -52,7 +52,7 @@ class Sequence:
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    greedy: bool = True
+    argmax: list[bool] = field(default_factory=list)  # of scored tokens
     usage: Usage = field(default_factory=Usage)
 
     @property

@@ -23,6 +23,8 @@ from anydepth.certificate import (
     GRID_SETTINGS,
     LOSSES,
     NEVER,
+    OF_TOKENS,
+    PROFILED,
     Certificate,
     question_set_hash,
 )
@@ -59,8 +61,8 @@ class Goal:
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
                 raise ValueError(f"{name} is {value!r}; allowed: numbers above 0 and below 1")
-        if self.loss not in LOSSES:
-            raise unknown("loss", str(self.loss), LOSSES)
+        if self.loss not in LOSSES or self.loss in OF_TOKENS:  # those are of answers that are forced, not graded
+            raise unknown("loss", str(self.loss), [loss for loss in LOSSES if loss not in OF_TOKENS])
         if self.method not in METHODS:
             raise unknown("method", str(self.method), METHODS)
         if self.monotonise and self.method == "ltt":
@@ -80,6 +82,7 @@ def certify(
     out: str | Path,
     thresholds: Sequence[float] = THRESHOLDS,
     min_depths: Sequence[int] = (1,),
+    profiles: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
     split: str = "calibration",
     limit: int | None = None,
@@ -90,15 +93,19 @@ def certify(
 ) -> Certificate:
     """Run full depth and every threshold over the questions, into `out`, and certify; `out`/certificate.json has it.
 
-    settings: fields of an [[arm]] that all runs share, such as fill, dtype, temperature, policy (gate_cdf). limit: the
-    first n questions by hash ranking. fitted_on: ids of questions on which anything was fitted (a gate, the grid).
+    settings: fields of an [[arm]] that all runs share, such as fill, dtype, temperature, policy (gate_cdf). profiles:
+    the grid instead of thresholds and min_depths, by path or by name in the folder of `heads`, the most conservative
+    first; settings then have `heads` and the policy, `confidence` or `probe`. limit: the first n
+    questions by hash ranking. fitted_on: ids of questions on which anything was fitted (a gate, the grid).
     Grid, goal and questions are written to `out`/grid.json before the first answer and cannot be changed afterwards.
     An interrupted call goes on when it is made again.
 
     Raises ValueError, before anything is computed, for all that `calibrate` refuses but what the answers decide.
     """
     options = options or Options()
-    full, points = _arms(thresholds, min_depths, settings or {})
+    full, points = (
+        _profile_arms(profiles, settings or {}) if profiles else _arms(thresholds, min_depths, settings or {})
+    )
     study = Study(task=task, model=model, arms=(full, *points), limit=limit, split=split, seed=seed)
     asked, questions = ask_task(study, options)
     tests = [question.id for question in asked.questions("test")] if "test" in asked.splits else []
@@ -106,8 +113,8 @@ def certify(
     check_questions(ids, split=split, test_ids=tests, fitted_on=fitted_on)
     backends = Backends(study, options)
     backends.check(asked)  # before the plan is written, which cannot be changed afterwards
-    grid = _ordered([{name: arm.options[name] for name in GRID_SETTINGS} for arm in points])
-    _fix(Path(out), _plan(goal, grid=grid, ids=ids, model=model, task=asked.name))
+    grid = (_distinct if profiles else _ordered)([_setting(arm) for arm in points])
+    fix_plan(Path(out), _plan(goal, grid=grid, ids=ids, model=model, task=asked.name))
     records = run_study(study, out=out, options=options, backends=backends, progress=progress)
     return calibrate(goal, full=records[0], grid=records[1:], out=out, fitted_on=fitted_on, test_ids=tests)
 
@@ -132,22 +139,23 @@ def calibrate(
     that has another grid, loss, epsilon, delta or questions; and for conformal risk control where a loss falls.
     """
     check_finished([full, *grid])
-    points = sorted(grid, key=lambda record: _key(_point(record)))
-    order = _ordered([_point(record) for record in points])
+    profiled = bool(grid) and _of_profiles(grid[0])
+    points = list(grid) if profiled else sorted(grid, key=lambda record: _key(_point(record)))
+    order = (_distinct if profiled else _ordered)([_point(record) for record in points])
     ids = check_paired(full, points)
     check_questions(ids, split=full.settings_used.get("split"), test_ids=test_ids, fitted_on=fitted_on)
     used = points[0].settings_used
     folder = Path(out)
-    _fix(folder, _plan(goal, grid=order, ids=ids, model=used["model"], task=used["task"]))
+    fix_plan(folder, _plan(goal, grid=order, ids=ids, model=used["model"], task=used["task"]))
     losses = [_losses(goal.loss, full, record, ids) for record in points]
     count, method, p_values = _tested(goal, losses, points, ids)
     certificate = Certificate(
         model_hash=points[0].provenance["model"]["hash"],
-        head_hash=None,  # no model has exit heads yet
+        head_hash=points[0].provenance["model"].get("head_hash"),
         policy={
             "exit_policy": points[0].settings_passed.get("policy", used["policy"]),  # an own one's importable name
             # Older Records do not speak of the policies that came later.
-            **{n: used[n] for n in EXIT_SETTINGS if n in used and n not in ("exit_policy", *GRID_SETTINGS)},
+            **{n: used[n] for n in EXIT_SETTINGS if n in used and n not in ("exit_policy", *order[0])},
             "segments": used["segments"],
         },
         fill=used["fill"],
@@ -163,7 +171,13 @@ def calibrate(
         delta=goal.delta if goal.method == "ltt" else None,
         method=method,
         points=tuple(
-            {"n": len(ids), "losses": fsum(lost), "unscored": _unscored(goal.loss, full, record), "p": p}
+            {
+                "n": len(ids),
+                "losses": fsum(lost),
+                "unscored": _unscored(goal.loss, full, record),
+                "p": p,
+                **({"profile_hash": record.settings_used.get("profile_hash")} if profiled else {}),
+            }
             for lost, record, p in zip(losses, points, p_values, strict=True)
         ),
         chosen=order[count - 1] if count else NEVER,
@@ -196,9 +210,32 @@ def _arms(
     return full, tuple(arms)
 
 
+def _profile_arms(profiles: Sequence[str], settings: Mapping[str, Any]) -> tuple[Arm, tuple[Arm, ...]]:
+    """Full depth, and an arm for each profile, in their order."""
+    for name in ("name", "backend", "profile", *GRID_SETTINGS, "depth", "trace", "certificate"):
+        if name in settings:
+            raise ValueError(f"{name} was given for all settings; give what they share, and profiles apart")
+    if settings.get("policy") not in PROFILED or not settings.get("heads"):
+        raise ValueError(f"profiles are of heads and of a policy, {' or '.join(PROFILED)}; give both")
+    shared = {name: value for name, value in settings.items() if name not in (*EXIT_SETTINGS, "policy")}
+    full = Arm.parse({**shared, "name": "full-depth", "policy": NEVER})
+    named = [(Path(profile).stem if profile.endswith(".toml") else profile, profile) for profile in profiles]
+    return full, tuple(Arm.parse({**settings, "name": name, "profile": profile}) for name, profile in named)
+
+
+def _setting(arm: Arm) -> dict[str, Any]:
+    """The setting of the grid that an arm has."""
+    return {"profile": arm.name} if "exit_threshold" not in arm.options else {n: arm.options[n] for n in GRID_SETTINGS}
+
+
 def _point(record: Record) -> dict[str, Any]:
     """The setting of the grid that a Record is of."""
-    return {name: record.settings_used[name] for name in GRID_SETTINGS}
+    names = ("profile",) if _of_profiles(record) else GRID_SETTINGS
+    return {name: record.settings_used[name] for name in names}
+
+
+def _of_profiles(record: Record) -> bool:
+    return record.settings_used["policy"] in PROFILED
 
 
 def _key(point: Mapping[str, Any]) -> tuple[float, int]:
@@ -207,13 +244,17 @@ def _key(point: Mapping[str, Any]) -> tuple[float, int]:
 
 def _ordered(grid: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The settings, the most conservative first: high thresholds, and of equal ones the later exit."""
+    return _distinct(sorted(grid, key=_key))
+
+
+def _distinct(grid: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The settings as they are; ValueError for none, and for one that comes twice."""
     if not grid:
         raise ValueError("the grid is empty; give at least one setting to certify")
-    order = sorted(grid, key=_key)
-    for one, other in pairwise(order):
-        if one == other:
+    for at, one in enumerate(grid):
+        if one in grid[:at]:
             raise ValueError(f"the grid has {dict(one)} twice; give each setting once")
-    return order
+    return list(grid)
 
 
 def _plan(
@@ -235,7 +276,7 @@ def _plan(
     }
 
 
-def _fix(folder: Path, plan: Mapping[str, Any]) -> None:
+def fix_plan(folder: Path, plan: Mapping[str, Any]) -> None:
     """Write the plan, once; ValueError where another one was written before."""
     path = folder / PLAN
     if not path.exists():

@@ -8,7 +8,8 @@ from anydepth.certificate import EXIT_SETTINGS, GRID_SETTINGS, NEVER
 from anydepth.record import Record
 
 LEAST_QUESTIONS = 500
-_FREE = ("name", "concurrency", *GRID_SETTINGS)  # may differ along the grid
+# May differ along the grid.
+_FREE = ("name", "concurrency", *GRID_SETTINGS, "profile", "profile_hash", "profile_thresholds")
 _IDLE = ("policy", "fill", "gate_dtype", "signals", "lateness")  # mean nothing where no token leaves early
 
 

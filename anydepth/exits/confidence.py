@@ -19,6 +19,15 @@ TESTS = ("logit", "margin", "entropy")
 NEVER, ALWAYS = (float("inf"), float("inf"), float("-inf")), (float("-inf"), float("-inf"), float("inf"))
 
 
+def scores(logits_NV: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """What the tests look at, [N] each: the largest logit, its lead over the second, and the entropy in nats of
+    softmax(logits / temperature), with a temperature a row ([N, 1]) or one for all."""
+    logits = base.wide(logits_NV)
+    top = logits.topk(2, -1).values.double()
+    spread = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
+    return top[:, 0], top[:, 0] - top[:, 1], spread
+
+
 class Policy(base.Policy):
     """State columns: how often a row stayed, how often because of one test alone (three columns), T, and R thresholds
     of each test. A test that alone never kept anyone decides nothing."""
@@ -61,10 +70,8 @@ class Policy(base.Policy):
             (len(self.tallies), 1, state_NS.shape[1] - 1 - len(self.tallies)), 1
         )
         logit, margin, entropy = (base.at_depth(part, depth_N - 1) for part in table.chunk(3, 1))
-        logits = base.wide(seen)
-        top = logits.topk(2, -1).values.double()
-        spread = torch.special.entr((logits / temperature).softmax(-1)).sum(-1)
-        passes = torch.stack((top[:, 0] >= logit, top[:, 0] - top[:, 1] >= margin, spread <= entropy), 1)
+        first, lead, spread = scores(seen, temperature)
+        passes = torch.stack((first >= logit, lead >= margin, spread <= entropy), 1)
         leave, failed = passes.all(1), ~passes
         alone = failed & (failed.sum(1, keepdim=True) == 1)
         counts = counts + torch.cat((~leave.unsqueeze(1), alone), 1)

@@ -45,12 +45,17 @@ class Result:
     logprobs: list[float] = field(default_factory=list)
     logprobs_mode: str = "raw"
     finish_reason: str | None = None
-    greedy: bool | None = None  # scored continuations: every token was the argmax
+    argmax: list[bool] | None = None  # scored continuations: which tokens were the argmax
     logits: list[Tensor] = field(default_factory=list)
     decisions: list[Row | None] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
     planes: list[KV] = field(default_factory=list)
     usage: Usage = field(default_factory=Usage)
+
+    @property
+    def greedy(self) -> bool | None:
+        """Whether every token of a scored continuation was the argmax."""
+        return None if self.argmax is None else all(self.argmax)
 
 
 def generate(
@@ -132,7 +137,8 @@ def score(
         raise ValueError(f"longer than the model's {model.max_positions} positions")
     policy = make_policy(model.segments, model.has_gate, **policy_settings)
     _check_trace(policy, len(continuation_ids), prefilled_first=False)
-    result = Result(list(context_ids), greedy=True)
+    says: list[bool] = []
+    result = Result(list(context_ids), argmax=says)
     oracle: Any = FILLS[fill](model)
     oracle.prefill(list(context_ids[:-1]))
     fed = [context_ids[-1], *continuation_ids[:-1]]
@@ -141,7 +147,7 @@ def score(
         logits_V = model.readout(oracle.decode(token, row))
         logits = logits_V.tolist()
         _append(result, target, row.depth, log_softmax(logits)[target], logits_V, row)
-        result.greedy = result.greedy and argmax(logits) == target
+        says.append(argmax(logits) == target)
     return _finish(result, oracle)
 
 

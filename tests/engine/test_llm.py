@@ -208,7 +208,7 @@ def test_scores_are_the_references(load, kind):
         for got, context, target in zip(scores, contexts, targets, strict=True):
             wanted = score(reference, context, target, fill=llm.stats()["fill"], **settings)
             assert got.logprobs == pytest.approx(wanted.logprobs, abs=1e-9)
-            assert list(got.depths) == wanted.depths and got.greedy == wanted.greedy
+            assert list(got.depths) == wanted.depths and list(got.argmax) == wanted.argmax
     assert_nothing_held(llm)
 
 
@@ -234,7 +234,10 @@ def test_scoring_strings(load):
     (wanted,) = llm.score([[6, 7]], [[8, 9]])
     assert got.logprobs == wanted.logprobs
     greedy = llm.generate("a b", Sampling(max_tokens=3, ignore_eos=True))[0].token_ids
-    assert llm.score([[6, 7]], [list(greedy)])[0].greedy
+    other = (greedy[-1] + 1) % len(WORDS)
+    best, second = llm.score([[6, 7]] * 2, [list(greedy), [*greedy[:-1], other]])
+    assert best.argmax == (True, True, True) and best.greedy
+    assert second.argmax == (True, True, False) and not second.greedy
     for contexts, continuations, message in (
         (["a", "b"], ["c"], "2 contexts for 1 continuations"),
         (["a"], [[7]], "must both be strings or both be token ids"),

@@ -421,3 +421,55 @@ def test_a_plan_that_does_not_fit_is_not_fixed(tmp_path, settings, low, message)
             progress=False,
         )
     assert not (tmp_path / "out").exists()
+
+
+# -- profiles of exit heads ------------------------------------------------------------------------------------------
+
+
+def profiled(name, lost=0, **changes):
+    """Under a profile of `probe`, as an arm with heads records it."""
+    used = {"policy": "probe", "exit_threshold": 1.0, "heads": "heads", "profile": name, "profile_hash": f"of {name}"}
+    found = record(name=name, scores=wrong(lost), **used | changes)
+    return replace(found, provenance={"model": {"hash": "m", "head_hash": "h"}})
+
+
+HEADED = {"heads": "heads", "profile": None, "profile_hash": None}
+
+
+def test_a_grid_of_profiles_is_tried_in_the_order_given(tmp_path):
+    grid = [profiled(name, lost) for name, lost in (("strict", 2), ("middle", 10), ("lax", 100))]
+    certificate = made(FIVE, *grid, tmp_path=tmp_path, deep=full(**HEADED))
+    assert certificate.grid == tuple({"profile": name} for name in ("strict", "middle", "lax"))
+    assert certificate.chosen == {"profile": "middle"} and certificate.head_hash == "h"
+    assert [point["losses"] for point in certificate.points] == [2, 10, 100]
+    assert certificate.points[1]["profile_hash"] == "of middle" and "profile" not in certificate.policy
+    assert (certificate.policy["exit_policy"], certificate.policy["exit_threshold"]) == ("probe", 1.0)
+    assert certificate.settings["profile"] == "middle"
+    turned = made(FIVE, *grid[::-1], tmp_path=tmp_path / "turned", deep=full(**HEADED))
+    assert turned.chosen == "never"  # the first one fails
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ([profiled("a"), profiled("a")], "'a'.* twice"),
+        ([profiled("a"), profiled("b", heads="other")], "heads is 'heads' in a and 'other' in b"),
+        ([profiled("a"), profiled("b", policy="confidence")], "policy is 'probe' in a and 'confidence' in b"),
+    ],
+)
+def test_refuses_grids_of_profiles(tmp_path, grid, message):
+    with pytest.raises(ValueError, match=message):
+        made(FIVE, *grid, tmp_path=tmp_path, deep=full(**HEADED))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "profiles are of heads and of a policy, confidence or probe; give both"),
+        ({"heads": "h", "policy": "gate_cdf"}, "profiles are of heads and of a policy"),
+        ({"heads": "h", "policy": "probe", "profile": "a"}, "profile was given for all settings"),
+    ],
+)
+def test_profiles_need_heads_and_a_policy(tmp_path, settings, message):
+    with pytest.raises(ValueError, match=message):
+        certify(FIVE, model="nano", task="nano", out=tmp_path / "out", profiles=["a"], settings=settings)

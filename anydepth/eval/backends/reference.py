@@ -72,7 +72,7 @@ class ReferenceBackend(CheckpointBackend):
 
     def _score(self, ask: Ask, ids: Sequence[int], sampling: Sampling) -> Score:
         result = score(self.model, ask.prompt_ids, ids, fill=self.fill, gate_dtype=self.gate_dtype, **_policy(sampling))
-        return Score(tuple(result.logprobs), tuple(result.depths), bool(result.greedy), _usage(result))
+        return Score(tuple(result.logprobs), tuple(result.depths), tuple(result.argmax or ()), _usage(result))
 
     def _answer(self, ask: Ask, sampling: Sampling) -> Output:
         result = self._generate(ask, sampling, sampling.max_tokens)

@@ -139,7 +139,7 @@ class TransformersBackend(CheckpointBackend):
                 segments_executed=self.segments * len(ids),
                 segments_prefill=self.segments * (len(ask.prompt_ids) - 1),
             )
-            scores.append(Score(tuple(logprobs), tuple(depths), bool((greedy(logits) == target).all()), usage))
+            scores.append(Score(tuple(logprobs), tuple(depths), tuple((greedy(logits) == target).tolist()), usage))
         return Reply(ask=ask, scores=tuple(scores), seconds=time.perf_counter() - start)
 
     def _pass(self, ids_BS: Tensor, mask_BS: Tensor, cache: Any, exit_: dict[str, Any]) -> tuple[Tensor, Tensor, Any]:

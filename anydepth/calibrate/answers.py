@@ -1,0 +1,114 @@
+"""Full depth's own greedy answers, kept in a folder as they are made: a run that was stopped goes on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anydepth.calibrate.prompts import prompt_id
+from anydepth.engine.llm import LLM
+from anydepth.record import write_atomically
+from anydepth.types import Sampling
+
+PLAN, LINES, VERSION = "answers.json", "answers.jsonl", 1
+_REPORT_EVERY = 50
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Token ids of a question and of its answer; `id` is the prompt's hash."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    answer_ids: tuple[int, ...]
+
+
+def full_depth_answers(
+    llm: LLM,
+    prompts: Sequence[str],
+    folder: Path,
+    *,
+    tokens: int = 128,
+    report: Callable[[str], None] = print,
+) -> list[Answer]:
+    """An answer to every prompt, in their order, of at most `tokens` tokens, through the chat template if there is one.
+
+    Prompts too long for an answer are left out. ValueError for a checkpoint without a tokenizer, and for a folder with
+    answers of another model or length, or a line that is broken.
+    """
+    if llm.tokenizer is None:
+        raise ValueError(f"{llm.checkpoint.name} has no tokenizer; give a checkpoint that has one")
+    words = llm.tokenizer
+    plan = {
+        "version": VERSION,
+        "model_hash": llm.checkpoint.model_hash,
+        "tokenizer_hash": words.hash,
+        "template_hash": words.template_hash,
+        "dtype": str(llm.checkpoint.model.dtype).removeprefix("torch."),
+        "answer_tokens": tokens,
+    }
+    _begin(folder, plan)
+    made = _read(folder / LINES)
+    ids = dict[str, list[int]]()
+    for prompt in prompts:
+        given = [{"role": "user", "content": prompt}]
+        ids[prompt_id(prompt)] = words.chat(given) if words.chat_template else words.encode(prompt)
+    room = llm.checkpoint.model.shape.max_positions - 1
+    long = [id for id, given in ids.items() if not 0 < len(given) < room]
+    left = [id for id in ids if id not in made and id not in long]
+    if long:
+        report(f"{len(long)} prompts are too long for an answer and are left out")
+    requests = llm.prepare([ids[id] for id in left], Sampling(max_tokens=tokens)) if left else []
+    names = dict(zip((request.id for request in requests), left, strict=True))
+    with (folder / LINES).open("a", encoding="utf-8") as file:
+        for chunk in llm.run(requests):
+            if chunk.output is None:
+                continue
+            answer = Answer(names[chunk.request_id], chunk.output.prompt_ids, chunk.output.token_ids)
+            made[answer.id] = answer
+            file.write(json.dumps(vars(answer)) + "\n")
+            file.flush()
+            done = sum(id in made for id in ids)
+            if done % _REPORT_EVERY == 0 or done + len(long) == len(ids):
+                report(f"{done} of {len(ids) - len(long)} answers")
+    return [made[id] for id in ids if id in made]
+
+
+def answers_hash(answers: Sequence[Answer]) -> str:
+    """sha256 (hex) of answers, whatever their order."""
+    lines = sorted(json.dumps(vars(answer)) for answer in answers)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _begin(folder: Path, plan: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / PLAN
+    if not path.exists():
+        write_atomically(path, json.dumps(plan, indent=1).encode() + b"\n")
+    elif (there := json.loads(path.read_bytes())) != plan:
+        changed = ", ".join(key for key in plan if there.get(key) != plan[key])
+        raise ValueError(f"{folder} holds answers of another {changed}; give another folder, or remove it")
+
+
+def _read(path: Path) -> dict[str, Answer]:
+    """Answers there are; a half-written last line is dropped."""
+    if not path.exists():
+        return {}
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    found = {}
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            answer = Answer(str(row["id"]), tuple(row["prompt_ids"]), tuple(row["answer_ids"]))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path}, line {number} is no answer ({error!r}); remove the line") from error
+        found[answer.id] = answer
+    return found

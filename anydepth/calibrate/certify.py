@@ -1,0 +1,125 @@
+"""Which of the fitted profiles keeps the loss below a bound, on answers that nothing was fitted on.
+
+A question's loss is the share of its answer's decode tokens at which the early exit says another token than full depth
+(`disagree_tokens`). Learn then test (arXiv 2110.01052), as `anydepth.eval.calibrate` does it, strictest profile first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import fsum
+from typing import Any
+
+import numpy as np
+
+from anydepth.calibrate.answers import Answer
+from anydepth.calibrate.table import Table, agrees, walk
+from anydepth.certificate import DRAW_SETTINGS, EXIT_SETTINGS, NEVER, Certificate, question_set_hash
+from anydepth.engine.engine import Engine
+from anydepth.engine.llm import LLM
+from anydepth.profile import Profile
+from anydepth.provenance import source
+from anydepth.stats import fixed_sequence, hoeffding_bentkus
+from anydepth.types import Sampling, Score
+
+LOSS = "disagree_tokens"
+_REPORT_EVERY = 50
+
+
+def table_losses(table: Table, profile: Profile, policy: str) -> list[float]:
+    """Each question's loss under `fill` full or deferred; 0 for an answer without decode tokens."""
+    wrong = ~agrees(table, walk(table, profile, policy))
+    counts = np.bincount(table.question_R, minlength=table.questions)
+    losses = np.bincount(table.question_R, weights=wrong, minlength=table.questions) / np.maximum(counts, 1)
+    return [float(loss) for loss in losses]
+
+
+def engine_scores(
+    llm: LLM,
+    answers: Sequence[Answer],
+    profile: Profile,
+    policy: str,
+    *,
+    fill: str,
+    report: Callable[[str], None] = print,
+) -> list[Score | None]:
+    """Each answer's decode tokens under a policy and fill, teacher-forced, by an engine on the loaded model; None for
+    an answer without any."""
+    engine = Engine(
+        llm.checkpoint.model, tokenizer=llm.tokenizer, eos_ids=llm.checkpoint.eos_ids, fill=fill, profiles=[profile]
+    )
+    sampling = Sampling(exit_policy=policy, profile=profile.name)
+    places, requests = dict[str, int](), []
+    for place, answer in enumerate(answers):
+        if len(answer.answer_ids) > 1:  # the first token is the prefill's
+            context = (*answer.prompt_ids, answer.answer_ids[0])
+            requests.append(engine.prepare(context, sampling, forced=[answer.answer_ids[1:]], streaming=False))
+            places[requests[-1].id] = place
+    found: list[Score | None] = [None] * len(answers)
+    done = 0
+    for chunk in engine.run(requests):
+        if chunk.score is not None:
+            found[places[chunk.request_id]] = chunk.score
+            done += 1
+            if done % _REPORT_EVERY == 0 or done == len(requests):
+                report(f"{profile.name}, fill {fill}: scored {done} of {len(requests)} answers")
+    return found
+
+
+def engine_losses(scores: Sequence[Score | None]) -> list[float]:
+    """Each question's loss by what the engine said."""
+    return [0.0 if score is None else score.argmax.count(False) / len(score.argmax) for score in scores]
+
+
+def p_value(losses: Sequence[float], epsilon: float) -> float:
+    """Of "the mean loss is above epsilon"."""
+    return hoeffding_bentkus(fsum(losses) / len(losses), len(losses), epsilon)
+
+
+def choose(
+    profiles: Sequence[Profile],
+    losses: Sequence[Sequence[float]],
+    *,
+    llm: LLM,
+    policy: str,
+    fill: str,
+    epsilon: float,
+    delta: float,
+    ids: Sequence[str],
+    fitted_on: Sequence[str],
+    seed: int,
+    plan_hash: str,
+) -> Certificate:
+    """The certificate of the laxest profile reached, the strictest being first; `losses` of each, a question each."""
+    p_values = [p_value(lost, epsilon) for lost in losses]
+    count = fixed_sequence(p_values, delta)
+    grid: tuple[Mapping[str, Any], ...] = tuple({"profile": profile.name} for profile in profiles)
+    model, defaults = llm.checkpoint.model, Sampling()
+    exits = {name: getattr(defaults, name) for name in EXIT_SETTINGS if name != "profile"}
+    segments = model.shape.segments
+    return Certificate(
+        model_hash=llm.checkpoint.model_hash,
+        head_hash=profiles[0].head_hash,
+        policy={**exits, "exit_policy": policy, "max_depth": segments, "segments": segments},
+        fill=fill,
+        signals="sync",
+        dtype=str(model.dtype).removeprefix("torch."),
+        gate_dtype="float32",
+        sampling={name: getattr(defaults, name) for name in DRAW_SETTINGS},
+        protocol_hash=plan_hash,
+        loss=LOSS,
+        grid=grid,
+        n=len(ids),
+        eps=epsilon,
+        delta=delta,
+        method="ltt",
+        points=tuple(
+            {"n": len(lost), "losses": fsum(lost), "unscored": 0, "p": p, "profile_hash": profile.hash}
+            for profile, lost, p in zip(profiles, losses, p_values, strict=True)
+        ),
+        chosen=grid[count - 1] if count else NEVER,
+        fitted_on=question_set_hash(fitted_on),
+        certified_on=question_set_hash(ids),
+        seed=seed,
+        made_by=source(),
+    )
