@@ -97,10 +97,10 @@ def _exit(
     parts = []
     for at in _chunks(len(h_Ad), model):
         h_nd = h_Ad[at]
-        z_nV, may_n = model.readout(k, h_nd), model.answers(k, h_nd)
+        z_nV = model.readout(k, h_nd)
+        may_n = model.answers(k, h_nd, z_nV)
         first, lead, spread = confidence.scores(_listed(z_nV), temperature)
         probe = wide(model.signal(k, h_nd)).sigmoid() if k in model.probes else torch.full_like(first, torch.nan)
-        may_n = torch.ones_like(first, dtype=torch.bool) if may_n is None else may_n
         parts.append((first, lead, spread.double(), probe.double(), z_nV.argmax(-1) == targets_A[at], may_n))
     columns = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
     return tuple(columns)  # type: ignore[return-value]

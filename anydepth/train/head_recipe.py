@@ -17,9 +17,10 @@ SAVED = ("float32", "float16", "bfloat16")
 class HeadRecipe:
     """Hyperparameters. exits: layers after which heads read. kinds, weights: one for all exits, or one each; as the
     exits' heads share nothing, weights matter through the common clipping only. `lr`, `probe_lr`: the largest of heads
-    and probes, after the warm-up and before the cosine. `fit`: micro-batches from which heads and probes' scales are begun (0: one, and heads begin as the model's own readout). A
-    step is `accumulate` micro-batches of at most `tokens` tokens, over all processes together. `save_dtype`: of the
-    numbers in heads.safetensors, float16 for half the bytes."""
+    and probes, after the warm-up and before the cosine. `fit`: micro-batches from which heads and probes' scales are
+    begun (0: one, and heads begin as the model's own readout). A step is `accumulate` micro-batches of at most `tokens`
+    tokens, over all processes together. `save_dtype`: of the numbers in heads.safetensors, float16 for half the
+    bytes."""
 
     exits: tuple[int, ...]
     kinds: tuple[str, ...] = ("low_rank",)

@@ -131,7 +131,9 @@ def test_prompts_too_long_for_an_answer_are_left_out(llm, tmp_path):
 def test_the_table_is_what_the_policy_decides_on_the_same_states(llm, answers, lax, policy, monkeypatch):
     """States of each answer alone; rows are its tokens from the second on. The first head declines half of them."""
     model = llm.checkpoint.model
-    monkeypatch.setattr(model, "answers", lambda k, h: h[:, 0] > 0 if k == 1 else None)
+    monkeypatch.setattr(
+        model, "answers", lambda k, h, z: h[:, 0] > 0 if k == 1 else torch.ones(len(h), dtype=torch.bool)
+    )
     rows = gather(model, answers[:9], temperature=1.3, report=quiet)
     walked = walk(rows, lax, policy)
     decides = load_policy(policy, profiles=known_profiles([lax], model.shape))

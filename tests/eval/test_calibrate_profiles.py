@@ -1,0 +1,39 @@
+"""A task's risk certified over profiles of exit heads: from questions to an LLM that keeps to the certificate."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from anydepth import LLM
+from anydepth.certificate import Certificate
+from anydepth.cli import app
+from anydepth.models.nano import questions as nano
+from tests.eval.made_heads import write_heads
+from tests.eval.test_calibrate import TASK
+from tests.random_nano import write_random_nano
+
+
+def test_profiles_are_certified_on_a_task(tmp_path):
+    model = write_random_nano(tmp_path / "model", kind="layered")
+    heads = write_heads(tmp_path / "heads", model)
+    drawn = {
+        split: nano.questions(split, n=n, kinds=("single",)) for split, n in {"test": 9, "calibration": 500}.items()
+    }
+    content = {split: [(q.id, q.prompt, q.answer) for q in questions] for split, questions in drawn.items()}
+    (tmp_path / "single.py").write_text(TASK.replace("max_tokens = 16", "max_tokens = 3"))
+    (tmp_path / "single.json").write_text(json.dumps(content))
+    words = ["calibrate", "--model", model, "--task", tmp_path / "single.py", "--heads", heads, "--policy", "probe"]
+    words += ["--set", "fill=full", "--profile", "careful", "--profile", heads / "profiles/eager.toml"]
+    words += ["--eps", 0.1, "--loss", "lost", "--out", tmp_path / "out"]
+    app(list(map(str, words)), standalone_mode=False)
+    certificate = Certificate.read(tmp_path / "out/certificate.json")
+    assert [point["profile"] for point in certificate.grid] == ["careful", "eager"]
+    assert certificate.chosen == {"profile": "eager"}  # nothing that a random model answers is right, nor lost
+    options = {"heads": heads, "profile": ["careful", "eager"], "certificate": tmp_path / "out/certificate.json"}
+    held = LLM(model, **options)
+    assert held.generate("Ann has 5 .")[0].depths[1:] and set(held.generate("Ann has 5 .")[0].depths[1:]) == {1}
+    (heads / "profiles/eager.toml").write_text("[[exit]]\nlayer = 1\nprobe = 0.1\n")
+    with pytest.raises(ValueError, match="profile 'eager' was changed after it was certified"):
+        LLM(model, **options)
