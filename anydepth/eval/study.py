@@ -50,9 +50,10 @@ def run_study(
     options: Options | None = None,
     backends: Backends | None = None,
     progress: bool = True,
+    finished: Callable[[Record], object] | None = None,
 ) -> list[Record]:
     """Run what is missing of every arm; the Records, in the arms' order. `frozen`: refuse if anything differs from it.
-    `backends`: of this study, where they are loaded already.
+    `backends`: of this study, where they are loaded already. `finished`: called with each Record when it is complete.
 
     Raises ValueError, before anything is computed, for a task or model nobody knows and arms that do not fit it.
     """
@@ -70,20 +71,21 @@ def run_study(
         for arm in study.arms:
             backend = backends.of(arm)
             with tensor_threads(options.threads, backend) as threads:
-                records.append(
-                    run(
-                        arm,
-                        task=task,
-                        backend=backend,
-                        out=folder / arm.name,
-                        questions=questions,
-                        split=study.split,
-                        seed=study.seed,
-                        threads=threads,
-                        concurrency=options.concurrency,
-                        progress=advance(arm.name, sampling_of(arm, task).n),
-                    )
+                record = run(
+                    arm,
+                    task=task,
+                    backend=backend,
+                    out=folder / arm.name,
+                    questions=questions,
+                    split=study.split,
+                    seed=study.seed,
+                    threads=threads,
+                    concurrency=options.concurrency,
+                    progress=advance(arm.name, sampling_of(arm, task).n),
                 )
+            records.append(record)
+            if finished is not None:
+                finished(record)
     return records
 
 

@@ -1,0 +1,214 @@
+"""What early exits of SmolLM2-135M-Instruct cost and save: heads after every fifth of its 30 layers, two policies at
+three operating points, two fills, against full depth with the same heads attached.
+
+A cell is one arm on one task. Each finished cell is published at once; a run that is stopped goes on where it was, and
+cells that have not been run are marked in the table, results/exit_heads/README.md.
+
+    export ANYDEPTH_DATA=...                                     # the tasks' questions
+    python benchmarks/exit_heads.py screen                       # 39 cells, 2 hours of one core
+    python benchmarks/exit_heads.py choose                       # the best cell of each policy
+    python benchmarks/exit_heads.py full                         # 9 cells, 3 hours
+    python benchmarks/exit_heads.py table
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from anydepth.eval.aggregate import layer_shares, mean_layer
+from anydepth.eval.arms import Study
+from anydepth.eval.compare.compare import compare
+from anydepth.eval.numbers import digits, percent, points
+from anydepth.eval.protocol import read_frozen, write_frozen
+from anydepth.eval.study import Options, freeze_study, run_study
+from anydepth.record import HEADER, Record, publish, write_atomically
+
+MODEL, HEADS, BASELINE = "smollm2-135m", "examples/heads/smollm2-135m", "full-depth"
+POLICIES, LEVELS, FILLS = ("probe", "confidence"), (0.98, 0.95, 0.9), ("project", "deferred")
+RESULTS, CHOSEN = Path("results/exit_heads"), "chosen.json"
+LOSS_PP = 2.0  # how much worse, on the mean of the three tasks, a cell may be and still be chosen
+
+
+@dataclass(frozen=True)
+class Stage:
+    """`questions`: how many of each task, by hash ranking; None: all."""
+
+    questions: Mapping[str, int | None]
+    max_tokens: int
+
+
+STAGES = {
+    "screen": Stage({"ifeval": 100, "gsm8k": 100, "mmlu": 200}, 128),
+    "full": Stage({"ifeval": None, "gsm8k": 400, "mmlu": None}, 256),
+}
+
+
+def arms(stage: str) -> list[str]:
+    """The stage's arms, the baseline first, those of one fill together; of `full`, those that were chosen."""
+    if stage == "screen":
+        return [BASELINE, *(f"{p}-{level}-{fill}" for fill in FILLS for p in POLICIES for level in LEVELS)]
+    return [BASELINE, *json.loads((RESULTS / CHOSEN).read_bytes())["chosen"].values()]
+
+
+def fields(arm: str, max_tokens: int) -> dict[str, Any]:
+    """Of an [[arm]]."""
+    shared = {"name": arm, "heads": HEADS, "max_tokens": max_tokens}
+    if arm == BASELINE:
+        return {**shared, "policy": "never", "fill": FILLS[0]}
+    policy, level, fill = arm.split("-")
+    return {**shared, "policy": policy, "profile": f"{policy}-{level}", "fill": fill}
+
+
+def run(stage: str, tasks: Sequence[str], out: Path, options: Options) -> None:
+    """Every cell of these tasks that is missing."""
+    for task in tasks:
+        count = STAGES[stage].questions[task]
+        head = {"task": task, "model": MODEL, "limit": count, "split": "validation" if task == "mmlu" else None}
+        study = Study.parse(
+            {
+                "study": {key: value for key, value in head.items() if value is not None},
+                "arm": [fields(arm, STAGES[stage].max_tokens) for arm in arms(stage)],
+            }
+        )
+        protocol = RESULTS / stage / task / "protocol.json"
+        if not protocol.exists():
+            protocol.parent.mkdir(parents=True, exist_ok=True)
+            write_frozen(protocol, freeze_study(study, options=options))
+        run_study(study, out=out / stage / task, frozen=read_frozen(protocol), options=options, finished=published)
+
+
+def published(record: Record) -> None:
+    """A finished cell."""
+    stage, task, arm = record.path.parts[-3:]
+    if not (RESULTS / stage / task / arm / HEADER).exists():
+        print(f"published {publish(record.path, RESULTS / stage / task / arm)}")
+
+
+def cell(stage: str, task: str, arm: str) -> Record | None:
+    """Its published Record, None where it has not been run."""
+    folder = RESULTS / stage / task / arm
+    return Record.read(folder) if (folder / HEADER).exists() else None
+
+
+def choose() -> dict[str, str]:
+    """Of each policy the cell of the screen that executes least, among those whose mean score over the tasks is at most
+    LOSS_PP below full depth's; where there is none, the one with the best mean score. This rule was written down before
+    the screen was run."""
+    lost, work = dict[str, float](), dict[str, float]()
+    for arm in arms("screen")[1:]:
+        pairs = [(cell("screen", task, arm), cell("screen", task, BASELINE)) for task in STAGES["screen"].questions]
+        if any(one is None or other is None for one, other in pairs):
+            raise SystemExit(f"{arm} has not been run on every task; finish the screen first")
+        scores = [(one.aggregates["accuracy"], other.aggregates["accuracy"]) for one, other in pairs]  # type: ignore[union-attr]
+        lost[arm] = 100 * sum(other - one for one, other in scores) / len(scores)
+        samples = [sample for one, _ in pairs for sample in one.samples if "choices" not in sample]  # type: ignore[union-attr]
+        work[arm] = sum(s["segments_executed"] for s in samples) / sum(s["decode_tokens"] for s in samples)
+    found = {}
+    for policy in POLICIES:
+        own = [arm for arm in lost if arm.startswith(policy)]
+        good = [arm for arm in own if lost[arm] <= LOSS_PP]
+        found[policy] = min(good, key=work.__getitem__) if good else min(own, key=lost.__getitem__)
+    table = {arm: {"lost_pp": lost[arm], "segments_executed_per_token": work[arm]} for arm in lost}
+    content = {"rule": choose.__doc__, "loss_pp": LOSS_PP, "chosen": found, "screen": table}
+    write_atomically(RESULTS / CHOSEN, json.dumps(content, indent=1).encode() + b"\n")
+    return found
+
+
+HEAD = (
+    "arm",
+    "score, % (95 %)",
+    "− full depth, pp (95 %)",
+    "p",
+    "same answers, %",
+    "common prefix, %",
+    "mean layer",
+    "read after layer, %",
+    "tokens / answer",
+    "segments / token",
+    "latency p50, p95, s",
+)
+
+
+def row(arm: str, record: Record | None, baseline: Record | None) -> list[str]:
+    """A line of the table."""
+    if record is None:
+        return [arm, "not run", *[""] * (len(HEAD) - 2)]
+    found, used = record.aggregates, record.settings_used
+    shares = layer_shares(found, used)
+    scored = any("choices" in sample for sample in record.samples)
+    tokens = sum(len(choice["depths"]) for sample in record.samples for choice in sample.get("choices", ()))
+    tokens = tokens or sum(sample["decode_tokens"] for sample in record.samples)
+    line = [arm, f"{percent(found['accuracy'])} ({percent(found['low'])}–{percent(found['high'])})", "", "", "", ""]
+    if baseline is not None and arm != BASELINE:
+        pair = compare(record, baseline)
+        result, same = pair.outcome, pair.answers - pair.answers_differ
+        if result is not None:
+            interval = result.result.interval
+            line[2] = f"{points(result.result.difference)} ({points(interval.low)} to {points(interval.high)})"
+            line[3] = f"{result.result.p:.2g}"
+        if pair.choices is not None:
+            same = pair.answers - pair.choices.chosen_differ
+        line[4] = percent(same / pair.answers)
+        line[5] = percent(pair.sequences.common_prefix_share) if pair.sequences is not None else ""
+    executed = sum(sample["segments_executed"] for sample in record.samples)
+    latency = found["latency_s"]
+    return [
+        *line,
+        digits(mean_layer(found, used), 1),
+        " · ".join(f"{layer}: {percent(share, 0)}" for layer, share in shares.items() if share >= 0.005),
+        "" if scored else digits(found["tokens_per_question"], 1),
+        digits(executed / tokens),
+        f"{digits(latency['p50'])}, {digits(latency['p95'])}",
+    ]
+
+
+def table() -> str:
+    """All cells, in Markdown."""
+    lines = ["# Early exits of SmolLM2-135M-Instruct", "", *INTRODUCTION.strip().splitlines()]
+    for stage, plan in STAGES.items():
+        if stage == "full" and not (RESULTS / CHOSEN).exists():
+            lines += ["", "## full", "", "Not begun: the screen is not finished."]
+            continue
+        for task, count in plan.questions.items():
+            baseline = cell(stage, task, BASELINE)
+            asked = f"{count} questions" if count else "all questions"
+            lines += ["", f"## {stage}: {task}, {asked}, at most {plan.max_tokens} new tokens", ""]
+            lines += [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
+            lines += [f"| {' | '.join(row(arm, cell(stage, task, arm), baseline))} |" for arm in arms(stage)]
+    return "\n".join(lines) + "\n"
+
+
+INTRODUCTION = """
+Made by `python benchmarks/exit_heads.py table` from the Records beside it. Heads:
+[examples/heads/smollm2-135m](../../examples/heads/smollm2-135m/README.md). An arm is policy, level (the agreement its
+profile was fitted for) and fill. Differences are of the same questions: exact McNemar, Newcombe's interval; IFEval has
+partial credit by none. *Same answers*: every token id the same (choices: the same one chosen). *Segments / token*:
+executed, of six; catch-ups and what a stop wasted are in it. Latency: of a whole answer, 32 at a time, one thread, on a
+machine that others used too; arms ran one after another, so compare it within a factor only and see `bench/` for times.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=(*STAGES, "choose", "table"))
+    parser.add_argument(
+        "--tasks", default="ifeval,gsm8k,mmlu", help="some of them, so that two processes share a stage"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/exit_heads"), help="folder of the unfinished Records")
+    parser.add_argument("--threads", type=int, default=1)
+    given = parser.parse_args()
+    if given.what in STAGES:
+        run(given.what, given.tasks.split(","), given.out, Options(threads=given.threads))
+    elif given.what == "choose":
+        print(choose())
+    else:
+        write_atomically(RESULTS / "README.md", table().encode())
+
+
+if __name__ == "__main__":
+    main()
