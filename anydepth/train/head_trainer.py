@@ -141,7 +141,9 @@ class HeadTrainer:
     def evaluate(self) -> list[dict[str, Any]]:
         """Of every exit, on held-out documents: means of what `distil` measures (KL and CE in nats; the share of rows
         that agree with full depth, that the head may answer, that the probe judges rightly), and the probe's AUC."""
-        documents = self.data.documents(held_out=True)[: self.recipe.evaluate_documents]
+        documents = self.data.documents(held_out=True)
+        some = min(len(documents), self.recipe.evaluate_documents)
+        documents = [documents[n * len(documents) // some] for n in range(some)]  # of all sources
         packs = in_packs(documents, self.data.lengths(), tokens=self.recipe.tokens)
         seen = [self._distil(self._pack(pack), share=None) for pack in packs]
         scores_AE, agrees_AE = torch.cat([s.probe_AE for s in seen]), torch.cat([s.agrees_AE for s in seen])
