@@ -8,6 +8,7 @@ cells that have not been run are marked in the table, results/exit_heads/README.
     python benchmarks/exit_heads.py screen                       # 39 cells, 2 hours of one core
     python benchmarks/exit_heads.py choose                       # the best cell of each policy
     python benchmarks/exit_heads.py full                         # 9 cells, 3 hours
+    python benchmarks/exit_heads.py bench                        # 20 minutes of a quiet core
     python benchmarks/exit_heads.py table
 """
 
@@ -20,16 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
+
 from anydepth.eval.aggregate import layer_shares, mean_layer
-from anydepth.eval.arms import Study
+from anydepth.eval.arms import Arm, Study
 from anydepth.eval.compare.compare import compare
 from anydepth.eval.numbers import digits, percent, points
 from anydepth.eval.protocol import read_frozen, write_frozen
 from anydepth.eval.study import Options, freeze_study, run_study
+from anydepth.models.heads import FILE, ExitHeads, Head, read_about
 from anydepth.record import HEADER, Record, publish, write_atomically
 
 MODEL, HEADS, BASELINE = "smollm2-135m", "examples/heads/smollm2-135m", "full-depth"
 POLICIES, LEVELS, FILLS = ("probe", "confidence"), (0.98, 0.95, 0.9), ("project", "deferred")
+BENCHES = ("bench", "bench-whole-vocabulary")
 RESULTS, CHOSEN = Path("results/exit_heads"), "chosen.json"
 LOSS_PP = 2.0  # how much worse, on the mean of the three tasks, a cell may be and still be chosen
 
@@ -119,6 +124,40 @@ def choose() -> dict[str, str]:
     return found
 
 
+def bench(out: Path, threads: int) -> None:
+    """Throughput on matched work at 1, 8 and 32 at a time: full depth, the chosen cells and the middle operating point
+    of each policy and fill; and, apart, what heads over the whole vocabulary would cost: the same corrections before
+    all of the unembedding, which `confidence` reads at all five exits."""
+    from anydepth.bench_arms import bench_arms
+
+    names = dict.fromkeys([*arms("full"), *(f"{p}-{LEVELS[1]}-{fill}" for p in POLICIES for fill in FILLS)])
+    whole = [fields(BASELINE, 128), fields(f"confidence-{LEVELS[1]}-project", 128)]
+    heads = whole_vocabulary(out / "whole-vocabulary-heads")
+    whole = [
+        {**arm, "heads": str(heads)} | ({"profile": str(heads / "p.toml")} if "profile" in arm else {}) for arm in whole
+    ]
+    for name, given in zip(BENCHES, ([fields(arm, 128) for arm in names], whole), strict=True):
+        record = bench_arms(
+            [Arm.parse(arm) for arm in given], model=MODEL, task="ifeval", out=out / name, limit=32, threads=threads
+        )
+        print(f"published {publish(record.path, RESULTS / name, samples=False)}")
+
+
+def whole_vocabulary(folder: Path) -> Path:
+    """The shortlist heads as heads of kind low_rank, with a profile of the same thresholds."""
+    with safe_open(Path(HEADS) / FILE, framework="pt") as file:
+        tensors = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    about = read_about(HEADS)
+    heads = {
+        int(layer): Head("low_rank", {name: tensors[f"exit.{layer}.head.{name}"] for name in ("norm", "a", "b")})
+        for layer in about["exits"]
+    }
+    ExitHeads(model_hash=about["model_hash"], heads=heads, probes={}, about={}).save(folder)
+    text = (Path(HEADS) / "profiles" / f"confidence-{LEVELS[1]}.toml").read_text()
+    (folder / "p.toml").write_text("\n".join(line for line in text.splitlines() if "_hash" not in line) + "\n")
+    return folder
+
+
 HEAD = (
     "arm",
     "score, % (95 %)",
@@ -180,7 +219,31 @@ def table() -> str:
             lines += ["", f"## {stage}: {task}, {asked}, at most {plan.max_tokens} new tokens", ""]
             lines += [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}"]
             lines += [f"| {' | '.join(row(arm, cell(stage, task, arm), baseline))} |" for arm in arms(stage)]
+    for name in BENCHES:
+        lines += ["", f"## {name}", "", *bench_table(RESULTS / name)]
     return "\n".join(lines) + "\n"
+
+
+def bench_table(folder: Path) -> list[str]:
+    if not (folder / HEADER).exists():
+        return ["Not run."]
+    columns = ("at a time", "arm", "tokens/s (range)", "S", "bound S_max", "in FLOPs", "share of bound, %")
+    columns = (*columns, "share of gain, %", "mean depth, of six")
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    for found in Record.read(folder, samples=False).aggregates["rows"]:
+        gain = found["share_of_gain"]
+        parts = [
+            str(found["concurrency"]),
+            found["name"],
+            f"{digits(found['tokens_per_s'], 1)} ({digits(found['tokens_per_s_low'], 1)}–"
+            f"{digits(found['tokens_per_s_high'], 1)})",
+            *(digits(found[key]) for key in ("s", "s_max", "s_max_flops")),
+            percent(found["share_of_bound"], 0),
+            percent(gain, 0) if gain is not None else "",
+            digits(found["mean_depth"]),
+        ]
+        lines.append(f"| {' | '.join(parts)} |")
+    return lines
 
 
 INTRODUCTION = """
@@ -195,7 +258,7 @@ machine that others used too; arms ran one after another, so compare it within a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=(*STAGES, "choose", "table"))
+    parser.add_argument("what", choices=(*STAGES, "choose", "bench", "table"))
     parser.add_argument(
         "--tasks", default="ifeval,gsm8k,mmlu", help="some of them, so that two processes share a stage"
     )
@@ -206,6 +269,8 @@ def main() -> None:
         run(given.what, given.tasks.split(","), given.out, Options(threads=given.threads))
     elif given.what == "choose":
         print(choose())
+    elif given.what == "bench":
+        bench(given.out, given.threads)
     else:
         write_atomically(RESULTS / "README.md", table().encode())
 
