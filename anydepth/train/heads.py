@@ -95,6 +95,7 @@ def _export(
             "minutes": round(now.seconds / 60, 1),
             "held_out_documents": min(len(data.documents(held_out=True)), trainer.recipe.evaluate_documents),
             "packages": packages,
+            "evaluated_as": trainer.recipe.save_dtype,
             "evaluation": list(evaluation),
         },
     }
