@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "calibrate": SHARED | {"models", "exits", "engine", "train", "eval"},
     "rollout": SHARED | {"models", "exits", "engine", "train"},
     "pipeline": SHARED | {"ops", "models", "exits", "engine"},
+    "publish": SHARED | {"models", "train", "pipeline"},
     "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
 }
 COMMANDS = {
@@ -44,6 +45,7 @@ COMMANDS = {
     "cli_calibrate",
     "cli_diagnose",
     "cli_eval",
+    "cli_export",
     "cli_options",
     "cli_rollout",
     "cli_train",
@@ -65,6 +67,7 @@ NO_TORCH = [
     "anydepth.cli_calibrate",
     "anydepth.cli_eval",
     "anydepth.cli_diagnose",
+    "anydepth.cli_export",
     "anydepth.cli_rollout",
     "anydepth.cli_train",
     "anydepth.diagnose.command",
@@ -74,6 +77,7 @@ NO_TORCH = [
     "anydepth.engine.scheduler",
     "anydepth.engine.pages",
     "anydepth.engine.text",
+    "anydepth.models.heads_about",
     "anydepth.models.nano.questions",
     "anydepth.models.nano.tokenizer",
     "anydepth.pipeline.admission",
@@ -83,6 +87,7 @@ NO_TORCH = [
     "anydepth.calibrate.gates",
     "anydepth.calibrate.table",
     "anydepth.calibrate.write",
+    "anydepth.publish",
 ]
 
 

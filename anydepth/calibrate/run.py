@@ -23,7 +23,7 @@ from anydepth.certificate import FILE, PROFILED, Certificate, describe, question
 from anydepth.engine.llm import LLM
 from anydepth.eval.calibrate import Goal, fix_plan
 from anydepth.eval.calibrate_checks import LEAST_QUESTIONS, check_questions
-from anydepth.models.heads import read_about
+from anydepth.models.heads_about import read_about
 from anydepth.models.llama import Llama
 from anydepth.profile import FOLDER, Profile
 from anydepth.record import write_atomically

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anydepth.models.heads import FILE
+from anydepth.models.heads_about import FILE
 from anydepth.models.llama import Llama
 from anydepth.models.load import DTYPES, Checkpoint
 from anydepth.record import write_atomically
