@@ -85,6 +85,7 @@ NO_TORCH = [
     "anydepth.eval",
     "anydepth.calibrate.fit",
     "anydepth.calibrate.gates",
+    "anydepth.calibrate.lines",
     "anydepth.calibrate.table",
     "anydepth.calibrate.write",
     "anydepth.publish",

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 from anydepth import LLM, Sampling
-from anydepth.calibrate.run import Job, calibrate_heads
+from anydepth.calibrate.job import Job
+from anydepth.calibrate.run import calibrate_heads
 from anydepth.calibrate.write import write_profile
 from anydepth.certificate import Certificate, describe
 from anydepth.cli import app
