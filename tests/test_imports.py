@@ -16,7 +16,7 @@ import pytest
 import anydepth
 
 ROOT = Path(anydepth.__file__).parent
-SHARED = {"types", "record", "stats", "provenance", "certificate", "profile"}
+SHARED = {"types", "record", "stats", "provenance", "certificate", "profile", "progress"}
 # Room -> rooms it may import, itself aside. Siblings (eval, bench, train) do not know each other.
 MAY_IMPORT = {
     "types": set(),
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "certificate": {"types", "record"},
     "stats": set(),
     "profile": {"types"},
+    "progress": set(),
     "reference": set(),  # shares no code with what it judges
     "provenance": {"anydepth"},  # whose version it reports
     "ops": SHARED,
@@ -61,6 +62,7 @@ NO_TORCH = [
     "anydepth.record",
     "anydepth.certificate",
     "anydepth.profile",
+    "anydepth.progress",
     "anydepth.stats",
     "anydepth.provenance",
     "anydepth.cli",
