@@ -52,7 +52,7 @@ def _load(base: str, profiles: Sequence[Profile], certificate: Certificate | Non
     if certificate is not None:
         shown = [p for p in profiles if certificate.chosen != NEVER and p.name == certificate.chosen.get("profile")]
         options += [f'profile="{shown[0].name}"'] if shown else []
-        options += [f'fill="{certificate.fill}"', f'certificate="FOLDER/{FILE}"']
+        options += [f'dtype="{certificate.dtype}"', f'fill="{certificate.fill}"', f'certificate="FOLDER/{FILE}"']
         return f"    llm = LLM({', '.join(options)})\n    llm.generate(prompt)"
     if not profiles:
         return f"    LLM({', '.join(options)})"

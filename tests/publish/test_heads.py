@@ -123,6 +123,16 @@ def test_the_card_says_all_of_it(folder, out):
     assert 'heads="FOLDER", profile="probe-' in line and 'certificate="FOLDER/certificate.json"' in line
 
 
+def test_a_certificate_of_nothing_is_told_too(folder, tmp_path):
+    certificate = replace(Certificate.read(folder / "probe/certificate.json"), chosen="never")
+    certificate.write(tmp_path / "c.json")
+    out = export_heads(folder / "heads", tmp_path / "out", certificate=tmp_path / "c.json")
+    card = (out / "README.md").read_text()
+    (line,) = re.findall(r"LLM\(.*\)", card)
+    assert describe(certificate) in card and "profile=" not in line
+    assert LLM(folder, heads=out, certificate=out / "certificate.json", dtype="float32", fill="full").generate("a b")
+
+
 @pytest.mark.parametrize(
     "stored, said",
     [
