@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from anydepth.eval.arms import Arm
+from anydepth.progress import bars
 from anydepth.record import Record
 
 TIMED_HERE = {"fill", "signals", "lateness", "heads"}  # options of LLM; all but the heads may differ between cells
@@ -74,7 +74,7 @@ def bench_arms(
             sampling = replace(sampling, profile=profile.name)
         options = {name: value for name, value in arm.engine.items() if name != "heads"}
         cells.append(Cell(arm.name, sampling, **options, profile=profile))
-    with tensor_threads(threads, backend), bar() as progress:
+    with tensor_threads(threads, backend), bars("runs") as (runs,):
         return run_bench(
             checkpoint,
             cells=cells,
@@ -89,7 +89,7 @@ def bench_arms(
             heads=backend.llm.heads,
             seed=seed,
             settings_passed={"arms": [{"name": arm.name, **arm.passed()} for arm in arms]},
-            progress=progress,
+            progress=runs.reached,
         )
 
 
@@ -111,15 +111,3 @@ def with_baseline(arms: Sequence[Arm]) -> list[Arm]:
     plain = [arm for arm in arms if policy_name(arm.sampling()) == "never"]
     first = plain[0] if plain else Arm.parse({"name": "never", "policy": "never"})
     return [first, *(arm for arm in arms if arm is not first)]
-
-
-@contextmanager
-def bar() -> Iterator[Callable[[int, int], object]]:
-    """A bar on stderr over the runs; gives out what takes (runs done, runs in all)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("runs", BarColumn(), MofNCompleteColumn(), "left", TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        line = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(line, completed=done, total=total)

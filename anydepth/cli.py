@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from anydepth import cli_calibrate, cli_diagnose, cli_eval, cli_rollout, cli_train
+from anydepth import cli_calibrate, cli_diagnose, cli_eval, cli_export, cli_rollout, cli_train
 from anydepth.cli_options import (
     AsJson,
     BatchInvariant,
@@ -56,6 +56,7 @@ app = typer.Typer(
 )
 train = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Train a looped model, its gate, or exit heads.")
 app.add_typer(cli_eval.app)
+app.add_typer(cli_export.app)
 app.add_typer(cli_calibrate.app)
 app.add_typer(cli_diagnose.app)
 app.add_typer(cli_rollout.app)

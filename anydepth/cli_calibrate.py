@@ -143,7 +143,8 @@ def _calibrate_heads(
     import torch
 
     from anydepth.calibrate.fit import LEVELS
-    from anydepth.calibrate.run import Job, calibrate_heads, check_profile
+    from anydepth.calibrate.job import Job
+    from anydepth.calibrate.run import calibrate_heads, check_profile
     from anydepth.train.head_data import Source
 
     if policy is None:

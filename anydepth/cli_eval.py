@@ -1,4 +1,4 @@
-"""Commands about results: eval, compare, report, bench, export, lm-eval. One function call a command."""
+"""Commands about results: eval, compare, report, bench, lm-eval. One function call a command."""
 
 from __future__ import annotations
 
@@ -167,46 +167,6 @@ def bench(
     print_tables(record)
     print(f"Record in {out}")
     finish("bench", {**record.aggregates, "folder": str(out)}, as_json)
-
-
-@app.command()
-def export(
-    model: Annotated[str, typer.Argument(help="nano, a folder, a .gguf file or a hub id; left out with --segments.")],
-    out: Annotated[Path | None, typer.Argument(help="A new folder, or an earlier export.")] = None,
-    format: Annotated[str, typer.Option(help="hf: a folder for transformers.")] = "hf",
-    segments: Annotated[
-        Path | None, typer.Option(help="A manifest: write one artifact a segment of its model instead.")
-    ] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Write a folder that transformers loads, with the released model's exit arguments; or a pipeline's parts.
-
-    anydepth export nano nano-hf, or: anydepth export --segments manifest.toml parts
-    """
-    from anydepth.models.export import export_hf
-    from anydepth.types import unknown
-
-    if segments is not None:
-        from anydepth.pipeline.export import export_segments
-        from anydepth.pipeline.manifest import read_manifest
-
-        if out is not None:
-            raise ValueError(
-                f"the manifest names the model, so {model!r} is one folder too many; give the folder alone"
-            )
-        folder = export_segments(read_manifest(segments), Path(model))
-        print(f"the parts of {segments} are in {folder}; docs/pipeline.md says how to run them")
-        finish("export", {"folder": str(folder)}, as_json)
-        return
-    if out is None:
-        raise ValueError("no folder is given to write into; for example: anydepth export nano nano-hf")
-    if format != "hf":
-        raise unknown("format", format, ["hf"])
-    folder = export_hf(model, out, revision=revision)
-    print(f"AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True) loads it, and")
-    print(f"AutoTokenizer.from_pretrained({str(folder)!r}, trust_remote_code=True) its tokenizer")
-    finish("export", {"folder": str(folder)}, as_json)
 
 
 @app.command(

@@ -95,8 +95,9 @@ def rollout(
     import torch
 
     from anydepth.engine.llm import LLM
+    from anydepth.progress import bars
     from anydepth.rollout.record import read_prompts, write_rollout
-    from anydepth.rollout.show import answers_bar, print_rollout
+    from anydepth.rollout.show import print_rollout
 
     if threads is not None:
         torch.set_num_threads(threads)
@@ -104,9 +105,9 @@ def rollout(
     llm = LLM(model, **llm_options(context.params))
     asks = read_prompts(prompts, llm, sampling)
     given = {name: value for name, value in passed(context).items() if name not in ("out", "prompts", "as_json")}
-    with answers_bar(len(asks) * n) as advance:
+    with bars("answers", total=len(asks) * n) as (answers,):
         record = write_rollout(
-            llm, asks, sampling, out=out, passed=given, threads=torch.get_num_threads(), progress=advance
+            llm, asks, sampling, out=out, passed=given, threads=torch.get_num_threads(), progress=answers.advance
         )
     print_rollout(record)
     finish("rollout", {"out": out, "status": record.status, **record.aggregates}, as_json)

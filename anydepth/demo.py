@@ -7,8 +7,7 @@ are timed on matched work. A thin caller of `eval` and `bench`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from anydepth.eval.run import provenance_of, question_ids_hash, run, token_piece
 from anydepth.eval.study import tensor_threads
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.models.nano.questions import KINDS, question_text
+from anydepth.progress import bars
 from anydepth.record import HEADER, Record, RecordWriter, remove, write_atomically
 
 if TYPE_CHECKING:
@@ -65,14 +65,15 @@ def demo(
     if not llm.engine.model.shape.has_gate:
         raise ValueError(f"model {model} has no exit gate, whose thresholds the demo sweeps; give nano or nano-plain")
     arms = sweep(llm.engine.model.shape.segments, thresholds)
+    work = len(arms) * len(asked) * (1 + TIMING_SHARE)
     with (
         tensor_threads(1, backend),
-        bar(len(arms) * len(asked), shown=progress) as (tell, advance),
+        bars("", total=work, shown=progress) as (line,),
         open_study(folder, arms, task=task, asked=asked, backend=backend) as writer,
     ):
         records = []
         for arm in arms:
-            tell(f"{arm.name}: {len(asked)} questions")
+            line.tell(f"{arm.name}: {len(asked)} questions")
             records.append(
                 run(
                     arm,
@@ -82,11 +83,13 @@ def demo(
                     questions=asked,
                     threads=1,
                     concurrency=CONCURRENCY,
-                    progress=advance,
+                    progress=line.advance,
                 )
             )
-        tell("tokens per second, on matched work")
-        speeds = throughput(llm, arms, asked, records[-1], advance=advance)
+        line.tell("tokens per second, on matched work")
+        speeds = throughput(llm, arms, asked, records[-1], advance=line.advance)
+        line.reached(work, work)
+        line.tell("done")
         for record in records:
             name = record.settings_used["name"]
             writer.append({"id": name, "answer_index": 0, "samples_sha256": record.samples_sha256, **speeds[name]})
@@ -222,19 +225,6 @@ def answers(llm: LLM, asked: Sequence[Question], records: Sequence[Record]) -> l
             )
         )
     return shown
-
-
-@contextmanager
-def bar(answers: int, *, shown: bool) -> Iterator[tuple[Callable[[str], object], Callable[[float], object]]]:
-    """One bar on stderr for the whole run: (say what is under way, so many answers' worth is done)."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        task = progress.add_task("", total=answers * (1 + TIMING_SHARE))
-        yield (lambda text: progress.update(task, description=text)), (lambda amount: progress.advance(task, amount))
-        progress.update(task, completed=answers * (1 + TIMING_SHARE), description="done")
 
 
 def print_table(rows: Sequence[Mapping[str, Any]], *, folder: Path, seconds: float) -> None:

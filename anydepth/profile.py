@@ -100,8 +100,8 @@ class Profile:
         for what, mine, given in (("model", self.model_hash, model_hash), ("heads", self.head_hash, head_hash)):
             if mine is not None and mine != given:
                 raise ValueError(
-                    f"profile {self.name!r} was made for {what} {mine[:16]}, this engine has {str(given)[:16]}; "
-                    f"calibrate one for these"
+                    f"profile {self.name!r} was made for {what} {mine[:16]}, not for {str(given)[:16]}; calibrate one "
+                    f"for these"
                 )
 
     def check_exits(self, exits: Sequence[int]) -> None:

@@ -16,7 +16,7 @@ import pytest
 import anydepth
 
 ROOT = Path(anydepth.__file__).parent
-SHARED = {"types", "record", "stats", "provenance", "certificate", "profile"}
+SHARED = {"types", "record", "stats", "provenance", "certificate", "profile", "progress"}
 # Room -> rooms it may import, itself aside. Siblings (eval, bench, train) do not know each other.
 MAY_IMPORT = {
     "types": set(),
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "certificate": {"types", "record"},
     "stats": set(),
     "profile": {"types"},
+    "progress": set(),
     "reference": set(),  # shares no code with what it judges
     "provenance": {"anydepth"},  # whose version it reports
     "ops": SHARED,
@@ -36,6 +37,7 @@ MAY_IMPORT = {
     "calibrate": SHARED | {"models", "exits", "engine", "train", "eval"},
     "rollout": SHARED | {"models", "exits", "engine", "train"},
     "pipeline": SHARED | {"ops", "models", "exits", "engine"},
+    "publish": SHARED | {"models", "train", "pipeline"},
     "diagnose": SHARED | {"models", "exits", "engine", "eval", "reference"},
 }
 COMMANDS = {
@@ -44,6 +46,7 @@ COMMANDS = {
     "cli_calibrate",
     "cli_diagnose",
     "cli_eval",
+    "cli_export",
     "cli_options",
     "cli_rollout",
     "cli_train",
@@ -59,12 +62,14 @@ NO_TORCH = [
     "anydepth.record",
     "anydepth.certificate",
     "anydepth.profile",
+    "anydepth.progress",
     "anydepth.stats",
     "anydepth.provenance",
     "anydepth.cli",
     "anydepth.cli_calibrate",
     "anydepth.cli_eval",
     "anydepth.cli_diagnose",
+    "anydepth.cli_export",
     "anydepth.cli_rollout",
     "anydepth.cli_train",
     "anydepth.diagnose.command",
@@ -74,6 +79,7 @@ NO_TORCH = [
     "anydepth.engine.scheduler",
     "anydepth.engine.pages",
     "anydepth.engine.text",
+    "anydepth.models.heads_about",
     "anydepth.models.nano.questions",
     "anydepth.models.nano.tokenizer",
     "anydepth.pipeline.admission",
@@ -81,8 +87,10 @@ NO_TORCH = [
     "anydepth.eval",
     "anydepth.calibrate.fit",
     "anydepth.calibrate.gates",
+    "anydepth.calibrate.lines",
     "anydepth.calibrate.table",
     "anydepth.calibrate.write",
+    "anydepth.publish",
 ]
 
 

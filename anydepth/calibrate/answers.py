@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from anydepth.calibrate.lines import whole_lines
 from anydepth.calibrate.prompts import prompt_id
 from anydepth.engine.llm import LLM
 from anydepth.record import write_atomically
@@ -95,16 +96,9 @@ def _begin(folder: Path, plan: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Answer]:
-    """Answers there are; a half-written last line is dropped."""
-    if not path.exists():
-        return {}
-    content = path.read_bytes()
-    whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    """Answers there are."""
     found = {}
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
             row = json.loads(line)
             answer = Answer(str(row["id"]), tuple(row["prompt_ids"]), tuple(row["answer_ids"]))

@@ -6,24 +6,21 @@ A question's loss is the share of its answer's decode tokens at which the early 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import fsum
 from typing import Any
 
 import numpy as np
 
-from anydepth.calibrate.answers import Answer
 from anydepth.calibrate.table import Table, agrees, walk
 from anydepth.certificate import DRAW_SETTINGS, EXIT_SETTINGS, NEVER, Certificate, question_set_hash
-from anydepth.engine.engine import Engine
 from anydepth.engine.llm import LLM
 from anydepth.profile import Profile
 from anydepth.provenance import source
 from anydepth.stats import fixed_sequence, hoeffding_bentkus
-from anydepth.types import Sampling, Score
+from anydepth.types import Sampling
 
 LOSS = "disagree_tokens"
-_REPORT_EVERY = 50
 
 
 def table_losses(table: Table, profile: Profile, policy: str) -> list[float]:
@@ -32,43 +29,6 @@ def table_losses(table: Table, profile: Profile, policy: str) -> list[float]:
     counts = np.bincount(table.question_R, minlength=table.questions)
     losses = np.bincount(table.question_R, weights=wrong, minlength=table.questions) / np.maximum(counts, 1)
     return [float(loss) for loss in losses]
-
-
-def engine_scores(
-    llm: LLM,
-    answers: Sequence[Answer],
-    profile: Profile,
-    policy: str,
-    *,
-    fill: str,
-    report: Callable[[str], None] = print,
-) -> list[Score | None]:
-    """Each answer's decode tokens under a policy and fill, teacher-forced, by an engine on the loaded model; None for
-    an answer without any."""
-    engine = Engine(
-        llm.checkpoint.model, tokenizer=llm.tokenizer, eos_ids=llm.checkpoint.eos_ids, fill=fill, profiles=[profile]
-    )
-    sampling = Sampling(exit_policy=policy, profile=profile.name)
-    places, requests = dict[str, int](), []
-    for place, answer in enumerate(answers):
-        if len(answer.answer_ids) > 1:  # the first token is the prefill's
-            context = (*answer.prompt_ids, answer.answer_ids[0])
-            requests.append(engine.prepare(context, sampling, forced=[answer.answer_ids[1:]], streaming=False))
-            places[requests[-1].id] = place
-    found: list[Score | None] = [None] * len(answers)
-    done = 0
-    for chunk in engine.run(requests):
-        if chunk.score is not None:
-            found[places[chunk.request_id]] = chunk.score
-            done += 1
-            if done % _REPORT_EVERY == 0 or done == len(requests):
-                report(f"{profile.name}, fill {fill}: scored {done} of {len(requests)} answers")
-    return found
-
-
-def engine_losses(scores: Sequence[Score | None]) -> list[float]:
-    """Each question's loss by what the engine said."""
-    return [0.0 if score is None else score.argmax.count(False) / len(score.argmax) for score in scores]
 
 
 def p_value(losses: Sequence[float], epsilon: float) -> float:

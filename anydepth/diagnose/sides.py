@@ -19,8 +19,9 @@ from anydepth.eval.arms import ENGINE_FIELDS, FIELDS, Arm
 from anydepth.eval.backends.base import Backend
 from anydepth.eval.protocol import prompt_ids
 from anydepth.eval.run import question_ids_hash, run
-from anydepth.eval.study import bar, tensor_threads
+from anydepth.eval.study import tensor_threads
 from anydepth.eval.task import Question, Task, load_task
+from anydepth.progress import bars
 from anydepth.record import Record, Sample, ids_hash
 from anydepth.types import Output, Usage, unknown
 
@@ -93,7 +94,7 @@ class Workplace:
         backend = _backend(arm, self.model, {**options, "max_batch": options.get("max_batch", concurrency)})
         with (
             tensor_threads(self.threads, backend) as threads,
-            bar(len(self.questions), [folder], shown=self.progress) as advance,
+            bars(folder, total=len(self.questions) * arm.sampling().n, shown=self.progress) as (answers,),
         ):
             record = run(
                 arm,
@@ -105,7 +106,7 @@ class Workplace:
                 seed=self.seed,
                 threads=threads,
                 concurrency=concurrency,
-                progress=advance(folder, arm.sampling().n),
+                progress=answers.advance,
             )
         return Side.of(record, {**given, "concurrency": concurrency})
 

@@ -14,6 +14,7 @@ from anydepth.engine.philox import derive, fresh_seed
 from anydepth.engine.submission import Submission
 from anydepth.models.attach import load_with_heads, read_profiles
 from anydepth.models.update import Source
+from anydepth.progress import bars
 from anydepth.types import Chunk, Output, Request, Sampling, Score, strict_options
 
 Prompt = str | Sequence[int]
@@ -318,14 +319,8 @@ def _listed(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def _with_progress(chunks: Iterator[Chunk], total: int) -> Iterator[Chunk]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    with Progress(
-        "answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=Console(stderr=True)
-    ) as bar:
-        task = bar.add_task("", total=total)
+    with bars("answers", total=total) as (answers,):
         for chunk in chunks:
             if chunk.finish_reason:
-                bar.advance(task)
+                answers.advance()
             yield chunk

@@ -94,7 +94,7 @@ def _heads_and_profiles(study: Study) -> dict[str, dict[str, str]]:
 
 
 def _heads_hash(folder: str) -> str:
-    from anydepth.models.heads import read_about
+    from anydepth.models.heads_about import read_about
 
     found: str = read_about(folder)["sha256"]
     return found

@@ -21,6 +21,7 @@ from anydepth.eval.backends.load import load_backend
 from anydepth.eval.protocol import check_unchanged, freeze, prompt_ids, protocol
 from anydepth.eval.run import in_force, run, sampling_of
 from anydepth.eval.task import Question, Task, load_task
+from anydepth.progress import bars
 from anydepth.record import HEADER, SAMPLES, Record, write_atomically
 
 PLAN = "study.jsonl"
@@ -67,8 +68,9 @@ def run_study(
         check_unchanged(frozen, _frozen(study, task, questions, backends.of(study.arms[0])))
     _plan(folder, study, frozen)
     records = []
-    with bar(len(questions), [arm.name for arm in study.arms], shown=progress) as advance:
-        for arm in study.arms:
+    with bars(*[arm.name for arm in study.arms], total=len(questions), waiting=True, shown=progress) as lines:
+        for arm, line in zip(study.arms, lines, strict=True):
+            line.begin(len(questions) * sampling_of(arm, task).n)
             backend = backends.of(arm)
             with tensor_threads(options.threads, backend) as threads:
                 record = run(
@@ -81,7 +83,7 @@ def run_study(
                     seed=study.seed,
                     threads=threads,
                     concurrency=options.concurrency,
-                    progress=advance(arm.name, sampling_of(arm, task).n),
+                    progress=line.advance,
                 )
             records.append(record)
             if finished is not None:
@@ -191,38 +193,3 @@ def _plan(folder: Path, study: Study, frozen: Mapping[str, Any] | None) -> None:
 
 def _lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if (path.parent / HEADER).exists() else 0
-
-
-Advance = Callable[[str, int], Callable[[int], object]]
-
-
-@contextmanager
-def bar(questions: int, arms: Sequence[str], *, shown: bool) -> Iterator[Advance]:
-    """A line an arm on stderr with answers done and time left; gives out (arm, answers a question) -> advance."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), disable=not shown) as progress:
-        lines = {arm: progress.add_task(arm, total=questions, start=False) for arm in arms}
-
-        def begin(arm: str, answers: int) -> Callable[[int], object]:
-            progress.update(lines[arm], total=questions * answers)
-            progress.start_task(lines[arm])
-            return lambda count: progress.advance(lines[arm], count)
-
-        yield begin

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from anydepth.models.heads import load_heads, read_about
+from anydepth.models.heads import load_heads
+from anydepth.models.heads_about import read_about
 from anydepth.models.llama import Llama
 from anydepth.models.load import Checkpoint, load_checkpoint
 from anydepth.profile import Profile, profile_path

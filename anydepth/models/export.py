@@ -23,7 +23,7 @@ from anydepth.models.load import copy, model_class, open_weights
 from anydepth.models.locate import Place, locate
 from anydepth.models.safetensors_file import INDEX, SafetensorsFolder
 from anydepth.models.tokenizer import Tokenizer
-from anydepth.models.weights import HEAD, Weights, all_eos, check_names, check_sizes, check_vocabulary
+from anydepth.models.weights import HEAD, Weights, all_eos, check_names, check_sizes, check_vocabulary, shapes_of
 from anydepth.provenance import source
 
 MARKER = "anydepth_export.json"
@@ -142,7 +142,7 @@ def configs(weights: Weights, words: Tokenizer | None, path: Path) -> tuple[Shap
     check_sizes(weights, path=path)
     model = build(config, dtype=torch.float32, device=torch.device("meta"), segments=None)
     slots, shape = model.slots(), model.shape
-    check_names(weights.shapes, slots, tied=HEAD not in slots, path=path)
+    check_names(weights.shapes, shapes_of(slots), source=path)
     check_vocabulary(words, vocab=shape.vocab, path=path)
     layer = LayerShape.from_config(config, sandwich=shape.has_gate)
     gguf = not isinstance(weights, SafetensorsFolder)

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from anydepth.models.base import Shape
 from anydepth.models.decoder import rms_norm
+from anydepth.models.heads_about import ABOUT, FILE, VERSION, read_about
 from anydepth.ops.linear import linear
-from anydepth.record import files_hash, read_versioned, write_atomically
+from anydepth.record import files_hash, write_atomically
 
 KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "ids")}  # to read with
 FILES = {**KINDS, "shortlist": ("norm", "a", "b", "other", "ids")}  # to keep
 PROBE = ("weight", "bias")
-FILE, ABOUT, VERSION = "heads.safetensors", "heads.json", 1
 
 
 @dataclass(frozen=True)
@@ -119,16 +119,6 @@ class ExitHeads:
         }
         write_atomically(folder / ABOUT, json.dumps(content, indent=1).encode() + b"\n")
         return folder
-
-
-def read_about(folder: str | Path) -> dict[str, Any]:
-    """What heads.json says. ValueError where there are no heads, or it is malformed or of another version."""
-    folder = Path(folder).expanduser()
-    if not (folder / ABOUT).is_file() or not (folder / FILE).is_file():
-        raise ValueError(
-            f"there are no exit heads in {folder} ({ABOUT} and {FILE}); make some with: anydepth train heads"
-        )
-    return read_versioned(folder / ABOUT, what="no description of exit heads", version=VERSION, advice="")
 
 
 def load_heads(

@@ -18,7 +18,16 @@ from anydepth.models.base import Model
 from anydepth.models.locate import locate
 from anydepth.models.safetensors_file import SafetensorsFolder
 from anydepth.models.tokenizer import Tokenizer
-from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes, check_vocabulary
+from anydepth.models.weights import (
+    EMBEDDING,
+    HEAD,
+    Weights,
+    all_eos,
+    check_names,
+    check_sizes,
+    check_vocabulary,
+    shapes_of,
+)
 from anydepth.record import files_hash
 from anydepth.types import unknown
 
@@ -90,7 +99,7 @@ def load_checkpoint(
     check_vocabulary(words, vocab=model.shape.vocab, path=place.path)
     eos_ids = all_eos(weights, words, vocab=model.shape.vocab, path=place.path)
     slots = dict(model.slots())
-    check_names(weights.shapes, slots, tied=HEAD not in slots, path=place.path)
+    check_names(weights.shapes, shapes_of(slots), source=place.path)
     fill(slots, weights, path=place.path)
     del slots  # its views would keep what is packed
     model.pack()

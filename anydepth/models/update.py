@@ -12,7 +12,7 @@ from torch import Tensor
 from anydepth.models.base import Model
 from anydepth.models.load import TILE_ROWS, copy
 from anydepth.models.safetensors_file import SafetensorsFiles, shards
-from anydepth.models.weights import EMBEDDING, HEAD, harmless, listed
+from anydepth.models.weights import BY_MODEL, EMBEDDING, HEAD, check_names, harmless, shapes_of
 
 Source = Mapping[str, Tensor] | str | Path
 
@@ -37,9 +37,9 @@ class NewWeights:
     def __init__(self, source: Source, model: Model) -> None:
         self._model = model
         self._name, self._source = _opened(source)
-        expected = {name: tuple(slot.shape) for name, slot in model.slots().items()}
+        expected = shapes_of(model.slots())
         model.pack()
-        self._check_names(expected)
+        check_names(self._source.shapes, expected, source=self._name, by=BY_MODEL)
         self._names = [name for name in self._source.shapes if name in expected]
         for name in self._names:
             self._check_numbers(name)
@@ -59,23 +59,6 @@ class NewWeights:
         finally:
             del slots  # its views would keep what is packed
             self._model.pack()
-
-    def _check_names(self, expected: dict[str, tuple[int, ...]]) -> None:
-        given = self._source.shapes
-        tied = {HEAD: expected[EMBEDDING]} if HEAD not in expected and EMBEDDING in expected else {}
-        if missing := [name for name in expected if name not in given]:
-            raise ValueError(f"{self._name} lacks {listed(missing)} of the model; give all of its weights")
-        if extra := [name for name in given if name not in expected | tied and not harmless(name)]:
-            raise ValueError(
-                f"{self._name} has {listed(extra)} that the model does not have; give the released names, as "
-                f"model.slots() has them"
-            )
-        for name, shape in (expected | tied).items():
-            if name in given and given[name] != shape:
-                raise ValueError(
-                    f"{self._name}: tensor {name} has the shape {list(given[name])}, the model's has {list(shape)}; "
-                    f"give weights of this model"
-                )
 
     def _check_numbers(self, name: str) -> None:
         dtype = self._model.dtype

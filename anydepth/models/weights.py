@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,24 +74,54 @@ def all_eos(weights: Weights, words: Tokenizer | None, *, vocab: int, path: Path
     return frozenset(ids)
 
 
-def check_names(given: Mapping[str, tuple[int, ...]], slots: Mapping[str, Tensor], *, tied: bool, path: Path) -> None:
-    """ValueError unless the checkpoint has exactly the model's tensors, each of the right shape."""
-    allowed = {HEAD: tuple(slots[EMBEDDING].shape)} if tied and EMBEDDING in slots else {}
-    expected = {name: tuple(slot.shape) for name, slot in slots.items()}
+@dataclass(frozen=True)
+class Wanted:
+    """How a refusal speaks of the tensors that are wanted: who asks for them, and what to do about each fault."""
+
+    asks: str
+    lacks: str
+    extra: str
+    shape: str
+
+
+BY_CONFIG = Wanted(
+    "its config",
+    "its config belongs to other weights, or a part of them is missing",
+    "check model_type and the layer count in its config",
+    "config and weights belong to different models",
+)
+BY_MODEL = Wanted(
+    "the model",
+    "give all of its weights",
+    "give the released names, as model.slots() has them",
+    "give weights of this model",
+)
+
+
+def shapes_of(slots: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(slot.shape) for name, slot in slots.items()}
+
+
+def check_names(
+    given: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
+    *,
+    source: str | Path,
+    by: Wanted = BY_CONFIG,
+) -> None:
+    """ValueError unless `source` gives exactly the expected tensors, each of the right shape. An LM head may be there
+    where it is tied to the embedding, that is, where it is not expected."""
+    allowed = {HEAD: expected[EMBEDDING]} if HEAD not in expected and EMBEDDING in expected else {}
     if missing := [name for name in expected if name not in given]:
-        hint = "; does config.json lack tie_word_embeddings: true?" if missing == [HEAD] else ""
-        raise ValueError(f"{path} lacks {listed(missing)} that its config asks for{hint}")
-    extra = [name for name in given if name not in expected and name not in allowed and not harmless(name)]
-    if extra:
-        raise ValueError(
-            f"{path} has {listed(extra)} that this kind of model does not have; "
-            f"check model_type and the layer count in its config"
-        )
-    for name, shape in (expected | allowed).items():
+        advice = "does config.json lack tie_word_embeddings: true?" if missing == [HEAD] else by.lacks
+        raise ValueError(f"{source} lacks {listed(missing)} that {by.asks} asks for; {advice}")
+    if extra := [name for name in given if name not in {*expected, *allowed} and not harmless(name)]:
+        raise ValueError(f"{source} has {listed(extra)} that {by.asks} does not ask for; {by.extra}")
+    for name, shape in {**expected, **allowed}.items():
         if name in given and given[name] != shape:
             raise ValueError(
-                f"{path}: tensor {name} has the shape {list(given[name])}, its config asks for "
-                f"{list(shape)}; config and weights belong to different models"
+                f"{source}: tensor {name} has the shape {list(given[name])}, {by.asks} asks for {list(shape)}; "
+                f"{by.shape}"
             )
 
 

@@ -27,7 +27,7 @@ from anydepth.models.heads import PROBE, ExitHeads, load_heads
 from anydepth.models.llama import Llama
 from anydepth.models.load import DTYPES, model_class, open_weights, weights_hash
 from anydepth.models.locate import locate
-from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes
+from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes, shapes_of
 from anydepth.pipeline.manifest import Manifest
 from anydepth.record import files_hash, read_versioned, write_atomically
 
@@ -79,8 +79,7 @@ def export_segments(manifest: Manifest, out: str | Path) -> Path:
     model = outline(weights.config, manifest.segments)
     if model.shape.layers != manifest.segments[-1]:
         raise ValueError(f"segments end after layer {manifest.segments[-1]}; the model has {model.shape.layers} layers")
-    slots = model.slots()
-    check_names(weights.shapes, slots, tied=model.tied, path=place.path)
+    check_names(weights.shapes, shapes_of(model.slots()), source=place.path)
     model_hash = weights_hash(weights.files)
     heads = None
     if manifest.heads is not None:

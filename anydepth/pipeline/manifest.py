@@ -1,7 +1,7 @@
 """The manifest: how a layered model is cut into segments, and which worker holds which of them where. Imports no torch.
 
 model = "meta-llama/Llama-3.1-8B-Instruct"
-heads = "runs/heads"                 # a folder of exit heads; without one, the model's own norm and head
+heads = "runs/heads"                 # a folder of exit heads, "." this file's; none: the model's own norm and head
 segments = [4, 8, 12, 16]            # the last layer of each segment
 readouts = [4, 16]                   # layers after which tokens may be read; all segments' ends unless given
 replicas = 2                         # equal pipelines side by side
@@ -17,9 +17,10 @@ host = "node:10.0.0.2"               # a Ray resource that only that host has
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from anydepth.types import unknown
 PLACES = ("here", "process", "ray")
 ROUTING = ("round_robin", "least_loaded")
 FILLS = ("full", "deferred", "project")
+BESIDE = "."  # heads in the manifest's own folder, wherever that is moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +89,27 @@ def read_manifest(path: str | Path) -> Manifest:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is no manifest ({error}); give a TOML file as docs/pipeline.md shows it") from error
     try:
-        return _manifest(content)
+        manifest = _manifest(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    return replace(manifest, heads=str(path.parent)) if manifest.heads == BESIDE else manifest
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """The TOML that is read as this manifest; what has its default is left out."""
+    lines = _lines(manifest, but="stages")
+    for stage in manifest.stages:
+        lines += ["", "[[stage]]", *_lines(stage)]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(content: Manifest | Stage, but: str | None = None) -> list[str]:
+    """JSON's strings, whole numbers and lists of them are TOML's, too."""
+    given = {field.name: getattr(content, field.name) for field in fields(content) if field.name != but}
+    left_out = {field.name: field.default for field in fields(content)}
+    return [
+        f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in given.items() if value != left_out[name]
+    ]
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:

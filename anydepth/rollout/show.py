@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-
 from anydepth.record import Record
-
-
-@contextmanager
-def answers_bar(total: int) -> Iterator[Callable[[int], object]]:
-    """A line on stderr with answers done and time left; gives out what moves it on."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
-
-    columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        line = progress.add_task("", total=total)
-        yield lambda count: progress.advance(line, count)
 
 
 def print_rollout(record: Record) -> None:

@@ -15,18 +15,16 @@ base_model: {base}
 Small readouts after inner layers of a frozen {base}, and linear probes beside them. They let an answer's easy tokens
 leave after fewer layers; the model's own weights are neither changed nor contained.
 
-    LLM("{base}", heads="FOLDER", profile="NAME")
-
-Thresholds at which a token may leave are not part of the heads: `anydepth calibrate` chooses them.
+{use}
 
 ## What is in the folder
-`heads.safetensors` ({bytes:,} bytes, {numbers:,} numbers) and `heads.json`. Backbone: {hash}; on another one they are
-refused.
+`heads.safetensors` ({bytes:,} bytes, {numbers:,} numbers in {dtype}) and {others}. Backbone: {hash}; on another one
+they are refused.
 
 {table}
 {kinds}
 `KL`, `agrees` (same likeliest token as full depth) and the probe's figures are measured, teacher-forced, on {held_out}
-held-out documents of the data below, after {evaluated}.
+held-out documents of the data below, after {evaluated}, {rounded}.
 
 ## Training
     {command}
@@ -49,6 +47,10 @@ ask for, and check that yours allows what you mean to do. {licence}
 An exit that agrees on this data need not agree on yours: measure it on your own prompts.
 """
 
+_UNCALIBRATED = """    LLM("{base}", heads="FOLDER", profile="NAME")
+
+Thresholds at which a token may leave are not part of the heads: `anydepth calibrate` chooses them."""
+
 _KINDS = {
     "norm": "`norm`: an RMSNorm of its own, then the model's own unembedding.",
     "low_rank": "`low_rank`: an RMSNorm of its own, a low-rank correction, then the model's own unembedding.",
@@ -58,10 +60,21 @@ _KINDS = {
 }
 
 
-def head_card(about: Mapping[str, Any], *, model_hash: str, kinds: Mapping[int, str], numbers: int, file: Path) -> str:
-    """Markdown. `about` is what `train_heads` writes into heads.json; `numbers` how many the heads hold."""
+def head_card(
+    about: Mapping[str, Any],
+    *,
+    model_hash: str,
+    kinds: Mapping[int, str],
+    numbers: int,
+    file: Path,
+    use: str | None = None,
+    others: str = "`heads.json`",
+) -> str:
+    """Markdown. `about` is what `train_heads` writes into heads.json; `numbers` how many the heads hold. `use`: how to
+    load them and with which thresholds; `others`: what the folder has beside heads.safetensors."""
     made, data = about["training"], about["data"]
     recipe = made["recipe"]
+    dtype = recipe.get("save_dtype", "float32")
     return _CARD.format(
         base=about["base"],
         bytes=file.stat().st_size,
@@ -71,6 +84,10 @@ def head_card(about: Mapping[str, Any], *, model_hash: str, kinds: Mapping[int, 
         kinds="\n".join(_KINDS[kind] for kind in sorted(set(kinds.values()))),
         held_out=made["held_out_documents"],
         evaluated=f"step {made['steps']:,}",
+        rounded=_rounded(made, dtype),
+        dtype=dtype,
+        use=use or _UNCALIBRATED.format(base=about["base"]),
+        others=others,
         command=made["command"],
         seed=recipe["seed"],
         temperature=recipe["temperature"],
@@ -96,6 +113,13 @@ def _table(kinds: Mapping[int, str], evaluation: Sequence[Mapping[str, Any]]) ->
         shares = " | ".join(f"{100 * row[key]:.1f} %" for key in ("agreement", "answers", "probe_accuracy"))
         lines.append(f"| {row['exit']} | {kinds[row['exit']]} | {row['kl']:.3f} | {shares} | {row['probe_auc']:.3f} |")
     return "\n".join(lines) + "\n"
+
+
+def _rounded(made: Mapping[str, Any], dtype: str) -> str:
+    """Of which numbers the evaluation is. Trainings of earlier versions did not say: theirs was before rounding."""
+    if made.get("evaluated_as") == dtype or dtype == "float32":
+        return f"of the numbers as they are stored, in {dtype}"
+    return f"in float32, before the numbers were rounded to {dtype}"
 
 
 def _source(source: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anydepth.models.heads import ExitHeads
 from anydepth.models.llama import Llama
-from anydepth.models.load import Checkpoint
+from anydepth.models.load import DTYPES, Checkpoint
 from anydepth.train import checkpoint as files
 from anydepth.train.distil import MEASURED, Goal, Sums, Unembedding, auc, distil
 from anydepth.train.head_fit import Fit, expected
@@ -105,7 +105,7 @@ class HeadTrainer:
         self.adam.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64, device=self.model.device)
         for pack in packs[self.peers.rank :: self.peers.count]:
-            sums = self._distil(pack, share=1 / positions)
+            sums = self._distil(self.heads, pack, share=1 / positions)
             kl, ce, bce = sums.total_6E[:3]
             weights = kl.new_tensor(r.weights)
             loss += (weights * (r.temperature**2 * kl + r.ce_weight * ce) + bce).sum() / positions
@@ -140,12 +140,16 @@ class HeadTrainer:
 
     def evaluate(self) -> list[dict[str, Any]]:
         """Of every exit, on held-out documents: means of what `distil` measures (KL and CE in nats; the share of rows
-        that agree with full depth, that the head may answer, that the probe judges rightly), and the probe's AUC."""
+        that agree with full depth, that the head may answer, that the probe judges rightly), and the probe's AUC. After
+        the last step, of heads as they are stored: rounded to `save_dtype`."""
+        heads = self.heads
+        if self.progress.step >= self.recipe.steps:
+            heads = [head.stored(DTYPES[self.recipe.save_dtype]) for head in heads]
         documents = self.data.documents(held_out=True)
         some = min(len(documents), self.recipe.evaluate_documents)
         documents = [documents[n * len(documents) // some] for n in range(some)]  # of all sources
         packs = in_packs(documents, self.data.lengths(), tokens=self.recipe.tokens)
-        seen = [self._distil(self._pack(pack), share=None) for pack in packs]
+        seen = [self._distil(heads, self._pack(pack), share=None) for pack in packs]
         scores_AE, agrees_AE = torch.cat([s.probe_AE for s in seen]), torch.cat([s.agrees_AE for s in seen])
         mean_6E = torch.stack([s.total_6E for s in seen]).sum(0) / len(scores_AE)
         return [
@@ -229,11 +233,11 @@ class HeadTrainer:
         for fit in fits:
             fit.apply(head=self.recipe.fit > 0)
 
-    def _distil(self, pack: Pack, *, share: float | None) -> Sums:
+    def _distil(self, heads: Sequence[TrainedHead], pack: Pack, *, share: float | None) -> Sums:
         states = exit_states(self.model, pack, self.recipe.exits)
         goal = Goal(temperature=self.recipe.temperature, ce_weight=self.recipe.ce_weight)
         return distil(
-            self.heads,
+            heads,
             self.model,
             states,
             pack.targets_A,

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anydepth.models.heads import FILE
+from anydepth.models.heads_about import FILE
 from anydepth.models.llama import Llama
 from anydepth.models.load import DTYPES, Checkpoint
 from anydepth.record import write_atomically
@@ -95,6 +95,7 @@ def _export(
             "minutes": round(now.seconds / 60, 1),
             "held_out_documents": min(len(data.documents(held_out=True)), trainer.recipe.evaluate_documents),
             "packages": packages,
+            "evaluated_as": trainer.recipe.save_dtype,
             "evaluation": list(evaluation),
         },
     }

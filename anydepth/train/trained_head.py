@@ -80,6 +80,19 @@ class TrainedHead:
         bias = self.probe_bias.detach().double() - (weight * self.mean.double()).sum()
         return Probe(weight.to(self.probe_weight.dtype), bias.to(self.probe_bias.dtype))
 
+    def stored(self, dtype: torch.dtype) -> TrainedHead:
+        """What reads as this one does after its numbers were kept in a file of `dtype`."""
+
+        def rounded(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype).to(tensor) if tensor.is_floating_point() else tensor
+
+        head, probe = self.head(), self.probe()
+        found = TrainedHead(self.kind, {name: rounded(t) for name, t in head.tensors.items()}, len(self.mean))
+        with torch.no_grad():
+            found.probe_weight.copy_(rounded(probe.weight))
+            found.probe_bias.copy_(rounded(probe.bias))
+        return found
+
     def flops(self, model: Llama) -> float:
         """A position's, forward and backward: no gradient of the model's own unembedding, nor of columns of it."""
         product = 2.0 * model.shape.hidden

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +15,14 @@ import pytest
 import torch
 
 from anydepth import LLM, Sampling
+from anydepth.calibrate import work
 from anydepth.calibrate.answers import full_depth_answers
-from anydepth.calibrate.certify import engine_losses, engine_scores, table_losses
+from anydepth.calibrate.certify import table_losses
 from anydepth.calibrate.gather import gate_temperature, gather
+from anydepth.calibrate.job import Job
 from anydepth.calibrate.prompts import choose_prompts, prompt_id
-from anydepth.calibrate.run import Job, calibrate_heads, check_profile
+from anydepth.calibrate.run import calibrate_heads, check_profile
+from anydepth.calibrate.scores import LOSSES_FILE, engine_losses, engine_scores, kept_engine_losses
 from anydepth.calibrate.table import TESTS, agrees, walk
 from anydepth.certificate import Certificate
 from anydepth.cli import app
@@ -270,7 +276,7 @@ def test_the_report_says_what_made_it(folder, probes):
 
 def test_project_is_certified_by_the_engine(folder, probes, tmp_path, monkeypatch):
     """By whatever the engine says: here its losses are doubled on the way."""
-    monkeypatch.setattr("anydepth.calibrate.run.engine_losses", lambda scores: [2 * x for x in engine_losses(scores)])
+    monkeypatch.setattr(work, "kept_engine_losses", lambda *a, **o: [2 * x for x in kept_engine_losses(*a, **o)])
     mine = job(folder, fill="project", epsilon=0.9)
     found = calibrate_heads(mine, tmp_path / "out", answers=folder / "made", report=quiet)
     certificate = Certificate.read(tmp_path / "out/certificate.json")
@@ -283,6 +289,68 @@ def test_project_is_certified_by_the_engine(folder, probes, tmp_path, monkeypatc
         )
     profile = tmp_path / f"out/profiles/{certificate.chosen['profile']}.toml"
     LLM(folder, certificate=certificate, heads=folder / "heads", fill="project", profile=profile)
+
+
+def test_a_certification_that_is_killed_goes_on_from_the_questions_it_had(folder, tmp_path):
+    """Killed at the 300th of some 545 scores, and the last line cut."""
+    code = """
+import os, signal, sys
+import torch
+from anydepth.calibrate import scores
+from tests.calibrate.test_run import calibrate_heads, job, Path
+torch.set_num_threads(1)
+folder, out = map(Path, sys.argv[1:])
+left, wrong = 300, scores._wrong
+def killing(score):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wrong(score)
+scores._wrong = killing
+calibrate_heads(job(folder, fill="project", epsilon=0.9), out, answers=folder / "made")
+"""
+    mine = job(folder, fill="project", epsilon=0.9)
+    whole, killed, told = tmp_path / "whole", tmp_path / "killed", []
+    found = calibrate_heads(mine, whole, answers=folder / "made", report=quiet)
+    done = subprocess.run([sys.executable, "-c", code, folder, killed], stdout=subprocess.PIPE)
+    assert done.returncode == -signal.SIGKILL and not (killed / "certificate.json").exists()
+    path = killed / LOSSES_FILE
+    kept = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(kept[:-1]) + kept[-1][:30])
+    assert calibrate_heads(mine, killed, answers=folder / "made", report=told.append) == found
+    assert (killed / "certificate.json").read_bytes() == (whole / "certificate.json").read_bytes()
+    lines = path.read_bytes().splitlines(keepends=True)
+    assert len(kept) == 299 and lines[:298] == kept[:298] and len(lines) == len({*lines})
+    assert {*lines} == {*(whole / LOSSES_FILE).read_bytes().splitlines(keepends=True)}
+    assert told[-1] == found["certificate"] and any("answers were scored before" in line for line in told)
+
+
+def test_kept_losses_are_of_these_thresholds_answers_and_fill(llm, answers, lax, tmp_path):
+    path, told = tmp_path / "losses.jsonl", []
+
+    def losses(profile=lax, policy="probe", fill="project", mine=answers):
+        told.clear()
+        return kept_engine_losses(llm, mine, profile, policy, fill=fill, path=path, report=told.append)
+
+    first = losses()
+    assert first == engine_losses(engine_scores(llm, answers, lax, "probe", fill="project", report=quiet))
+    assert losses(profile=replace(lax, name="other")) == first
+    scored = sum(len(answer.answer_ids) > 1 for answer in answers)
+    assert told == [f"other, fill project: {scored} answers were scored before"]
+    another = replace(answers[0], answer_ids=(*answers[0].answer_ids[:-1], 3))
+    for change in (
+        {"profile": replace(lax, exits=lax.exits[:1])},
+        {"profile": replace(lax, head_hash="h")},
+        {"policy": "confidence"},
+        {"fill": "full"},
+        {"mine": [another]},
+    ):
+        losses(**change)
+        assert not any("before" in line for line in told), change
+    path.write_text("{}\n")
+    with pytest.raises(ValueError, match=r"losses\.jsonl, line 1 is no loss"):
+        losses()
 
 
 def test_under_project_nothing_is_scored_after_the_first_failure(folder, tmp_path):

@@ -107,7 +107,7 @@ def test_other_architectures_and_quantisations(tmp_path):
 def test_wrong_tensors(tmp_path):
     path = tmp_path / "m.gguf"
     write_gguf(path, CONFIG, tensors={"model.layers.2.input_layernorm.weight": torch.ones(256)})
-    with pytest.raises(ValueError, match=r"has 1 tensor \(model.layers.2.input_layernorm.weight\) that this kind"):
+    with pytest.raises(ValueError, match=r"has 1 tensor \(model.layers.2.input_layernorm.weight\) that its config"):
         load_checkpoint(path)
     write_gguf(path, CONFIG, tensors={"model.layers.1.self_attn.q_proj.weight": torch.ones(128, 256)})
     with pytest.raises(ValueError, match=r"q_proj.weight has the shape \[128, 256\], its config asks for \[256, 256\]"):

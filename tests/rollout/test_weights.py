@@ -156,9 +156,15 @@ def changed(**tensors):
 NORM = "model__norm__weight"
 SIZE = 128
 WRONG = {
-    "missing": (lambda: changed(**{NORM: None}), r"lacks 1 tensor \(model.norm.weight\) of the model"),
-    "unknown": (lambda: changed(model__extra=torch.ones(3)), r"has 1 tensor \(model.extra\) that the model does not"),
-    "shape": (lambda: changed(**{NORM: torch.ones(7)}), r"model.norm.weight has the shape \[7\], the model's has"),
+    "missing": (
+        lambda: changed(**{NORM: None}),
+        r"lacks 1 tensor \(model.norm.weight\) that the model asks for; give all",
+    ),
+    "unknown": (
+        lambda: changed(model__extra=torch.ones(3)),
+        r"has 1 tensor \(model.extra\) that the model does not ask for; give the released names",
+    ),
+    "shape": (lambda: changed(**{NORM: torch.ones(7)}), r"model.norm.weight has the shape \[7\], the model asks for"),
     "nan": (lambda: spoilt(float("nan")), "numbers that are not finite in float32"),
     "infinite": (lambda: spoilt(float("inf")), "numbers that are not finite in float32"),
     "infinite in float32": (lambda: spoilt(1e200), "numbers that are not finite in float32"),

@@ -207,6 +207,35 @@ def test_only_heads_and_probes_learn_and_agreement_rises(checkpoint, data) -> No
         assert late["probe_auc"] > 0.54
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_evaluation_is_of_the_numbers_in_the_file(tmp_path, checkpoint, data, kind) -> None:
+    """bfloat16 has so few digits that it shows."""
+    recipe = replace(RECIPE, kinds=(kind,), lr=0.03, save_dtype="bfloat16")
+    out = train_heads(tmp_path, checkpoint, data, recipe, report=quiet)
+    told = {row["exit"]: row for row in json.loads((out / "heads.json").read_text())["training"]["evaluation"]}
+    model, kept = checkpoint.model, heads_of(out, checkpoint)
+    exact = HeadTrainer(checkpoint, data, recipe, Peers(rank=0, count=1))
+    exact.load(out / "state.pt")
+    exact.recipe = replace(exact.recipe, save_dtype="float32")
+    pack = Pack.of(data, data.documents(held_out=True), mask_prompts=True, device=model.device)
+    states = exit_states(model, pack, recipe.exits)
+    top = model.readout(model.shape.segments, states[-1]).argmax(-1)
+    for layer, h, free in zip(recipe.exits, states[:-1], exact.evaluate(), strict=True):
+        logits = kept.heads[layer].logits(h, model.head, model.eps)
+        agrees = logits.argmax(-1) == top
+        if kind == "shortlist":
+            agrees &= kept.heads[layer].answers(h, logits, model.eps)
+        else:
+            teacher = model.readout(model.shape.segments, states[-1]).softmax(-1)
+            kl = torch.nn.functional.kl_div(logits.log_softmax(-1), teacher, reduction="sum") / len(h)
+            assert told[layer]["kl"] == pytest.approx(float(kl), rel=1e-4)
+        assert told[layer]["agreement"] == pytest.approx(float(agrees.double().mean()))
+        scores = kept.probes[layer].logit(h)
+        bce = torch.nn.functional.binary_cross_entropy_with_logits(scores, agrees.to(scores))
+        assert told[layer]["bce"] == pytest.approx(float(bce), rel=1e-6) and told[layer]["bce"] != free["bce"]
+        assert told[layer]["kl"] != free["kl"]
+
+
 def heads_of(path: Path, checkpoint):
     model = checkpoint.model
     options = {"shape": model.shape, "unembedding_dV": model.head, "dtype": model.dtype}

@@ -1,0 +1,65 @@
+"""Bars on stderr: what is done, of how much, in what time, and how long it will take. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class Bar:
+    """One line. Its clock runs from the beginning, or, if it was made to wait, from `begin`."""
+
+    def __init__(self, display: Progress, line: TaskID) -> None:
+        self._display, self._line = display, line
+
+    def begin(self, total: float) -> None:
+        """Start the clock of a bar that waited, now that it is known how much is to be done."""
+        self._display.update(self._line, total=total)
+        self._display.start_task(self._line)
+
+    def advance(self, count: float = 1) -> None:
+        """So much more is done."""
+        self._display.advance(self._line, count)
+
+    def reached(self, done: float, total: float) -> None:
+        """So much is done by now, of so much."""
+        self._display.update(self._line, completed=done, total=total)
+
+    def tell(self, what: str) -> None:
+        """Say what is under way, in the place of the bar's name."""
+        self._display.update(self._line, description=what)
+
+
+@contextmanager
+def bars(*names: str, total: float | None = None, waiting: bool = False, shown: bool = True) -> Iterator[list[Bar]]:
+    """A bar for each name, gone on with while the block runs; `total` of each, None if it is not known yet.
+
+    with bars("answers", total=300) as (answers,):
+        answers.advance()
+
+    shows "answers ━━━ 1/300 0:00:02 left 0:09:58".
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not shown) as display:
+        yield [Bar(display, display.add_task(name, total=total, start=not waiting)) for name in names]

@@ -1,0 +1,43 @@
+"""Bars: one look, on stderr only."""
+
+from __future__ import annotations
+
+import pytest
+
+from anydepth.progress import bars
+
+
+def test_a_bar_is_on_stderr_with_its_name_and_counts(capsys):
+    with bars("answers [of all]", total=3) as (answers,):
+        for _ in range(2):
+            answers.advance()
+        answers.advance(0.5)
+    out, err = capsys.readouterr()
+    assert not out and "answers [of all]" in err and "2/3" in err and " left " in err
+
+
+def test_waiting_bars_begin_in_turn_with_their_own_totals(capsys):
+    with bars("first", "second", "third", total=9, waiting=True) as (first, second, _):
+        first.begin(4)
+        first.advance(4)
+        second.begin(5)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == ["first", "second", "third"]
+    assert "4/4" in lines[0] and "0/5" in lines[1] and "0/9" in lines[2]
+    assert "-:--:--" not in lines[0] and lines[2].count("-:--:--") == 2  # its clock does not run yet
+
+
+def test_a_bar_may_learn_its_total_and_say_what_is_under_way(capsys):
+    with bars("runs") as (runs,):
+        runs.reached(2, 7)
+        runs.tell("the last ones")
+    err = capsys.readouterr().err
+    assert "the last ones" in err and "2/7" in err and "runs" not in err
+
+
+def test_bars_that_are_not_shown_can_be_moved_on(capsys):
+    with pytest.raises(KeyError), bars("answers", total=3, shown=False) as (answers,):
+        answers.begin(2)
+        answers.advance()
+        raise KeyError
+    assert capsys.readouterr() == ("", "")
