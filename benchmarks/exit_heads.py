@@ -33,7 +33,7 @@ from anydepth.models.heads import FILE, ExitHeads, Head, read_about
 from anydepth.record import HEADER, Record, publish, write_atomically
 
 MODEL, HEADS, BASELINE = "smollm2-135m", "examples/heads/smollm2-135m", "full-depth"
-POLICIES, LEVELS, FILLS = ("probe", "confidence"), (0.98, 0.95, 0.9), ("project", "deferred")
+POLICIES, LEVELS, FILLS = ("probe", "confidence"), (0.95, 0.9, 0.8), ("project", "deferred")
 BENCHES = ("bench", "bench-whole-vocabulary")
 RESULTS, CHOSEN = Path("results/exit_heads"), "chosen.json"
 LOSS_PP = 2.0  # how much worse, on the mean of the three tasks, a cell may be and still be chosen
