@@ -185,15 +185,17 @@ def row(arm: str, record: Record | None, baseline: Record | None) -> list[str]:
     line = [arm, f"{percent(found['accuracy'])} ({percent(found['low'])}–{percent(found['high'])})", "", "", "", ""]
     if baseline is not None and arm != BASELINE:
         pair = compare(record, baseline)
-        result, same = pair.outcome, pair.answers - pair.answers_differ
+        result, other = pair.outcome, pair.answers_differ
         if result is not None:
             interval = result.result.interval
             line[2] = f"{points(result.result.difference)} ({points(interval.low)} to {points(interval.high)})"
             line[3] = f"{result.result.p:.2g}"
         if pair.choices is not None:
-            same = pair.answers - pair.choices.chosen_differ
-        line[4] = percent(same / pair.answers)
-        line[5] = percent(pair.sequences.common_prefix_share) if pair.sequences is not None else ""
+            other = pair.choices.chosen_differ
+        if pair.sequences is not None:
+            other = pair.sequences.tokens_differ
+            line[5] = percent(pair.sequences.common_prefix_share)
+        line[4] = percent(1 - other / pair.answers)
     executed = sum(sample["segments_executed"] for sample in record.samples)
     latency = found["latency_s"]
     return [
@@ -249,10 +251,11 @@ def bench_table(folder: Path) -> list[str]:
 INTRODUCTION = """
 Made by `python benchmarks/exit_heads.py table` from the Records beside it. Heads:
 [examples/heads/smollm2-135m](../../examples/heads/smollm2-135m/README.md). An arm is policy, level (the agreement its
-profile was fitted for) and fill. Differences are of the same questions: exact McNemar, Newcombe's interval; IFEval has
-partial credit by none. *Same answers*: every token id the same (choices: the same one chosen). *Segments / token*:
-executed, of six; catch-ups and what a stop wasted are in it. Latency: of a whole answer, 32 at a time, one thread, on a
-machine that others used too; arms ran one after another, so compare it within a factor only and see `bench/` for times.
+profile was fitted for) and fill. Differences are of the same questions: exact McNemar, Newcombe's interval. *Same
+answers*: every token id the same (choices: the same one chosen). *Common prefix*: the share of an answer before its
+first other token. *Segments / token*: executed, of six; catch-ups and what a stop wasted are in it. Latency: of a whole
+answer, 32 at a time, one thread, on a machine that others used too; arms ran one after another, so compare it within a
+factor only and see the benches for times. The cells of `full` were chosen on a part of its questions.
 """
 
 
