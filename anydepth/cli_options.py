@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from anydepth.profile import Profile, profile_path
 from anydepth.types import Sampling
 
 Model = Annotated[
@@ -67,6 +68,7 @@ BatchInvariant = Annotated[
     typer.Option("--batch-invariant", help="The same bits whatever else is in the batch (docs/batch-invariance.md)."),
 ]
 
+POLICY_FIELDS = ("exit_policy", "exit_threshold", "depth", "interval", "trace")  # that name or imply a policy
 EXIT_FIELDS = (
     "exit_policy",
     "exit_threshold",
@@ -108,7 +110,21 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
             said = ", ".join(f"--{name.replace('_', '-')}" for name in beside)
             raise ValueError(f"--force-final-exit runs every token at full depth, and {said} says another: give one")
         given["exit_policy"] = "never"
+    unsaid = all(given.get(name) in (None, getattr(Sampling(), name)) for name in POLICY_FIELDS)
+    if unsaid and params.get("profile_names") and not params.get("certificate"):
+        given["exit_policy"] = _policy_of(params["profile_names"], params.get("heads"))
     return Sampling(**{**given, "stop": params["stop"] or (), "stop_token_ids": params["stop_token_id"] or ()})
+
+
+def _policy_of(profiles: Sequence[str], heads: str | Path | None) -> str:
+    """The policy that a profile is for. ValueError where it is for both, and for several profiles."""
+    policies = Profile.read(profile_path(profiles[0], heads)).policies
+    if len(profiles) > 1 or len(policies) != 1:
+        raise ValueError(
+            f"--profile {' '.join(profiles)} may be used by {' and '.join(policies) or 'nobody'}, and nothing says by "
+            f"which; give --exit-policy, or --force-final-exit for full depth"
+        )
+    return policies[0]
 
 
 def llm_options(params: Mapping[str, Any]) -> dict[str, Any]:

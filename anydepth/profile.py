@@ -95,6 +95,13 @@ class Profile:
         """sha256 (hex) of its thresholds, under whatever name."""
         return hashlib.sha256(json.dumps(self.thresholds(), sort_keys=True).encode()).hexdigest()
 
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that it has thresholds for."""
+        found = {"confidence": any(exit.has_confidence for exit in self.exits)}
+        found["probe"] = any(exit.probe is not None for exit in self.exits)
+        return tuple(name for name, has in found.items() if has)
+
     def check_hashes(self, *, model_hash: str, head_hash: str | None) -> None:
         """ValueError where it is for another model or other heads."""
         for what, mine, given in (("model", self.model_hash, model_hash), ("heads", self.head_hash, head_hash)):

@@ -177,10 +177,11 @@ def test_depths_are_told_in_layers_and_latency_with_its_settings(folder, capsys)
     assert f"{100 * pair.common_prefix_share:.1f}" in agreed
 
 
-def test_force_final_exit_is_the_plain_model(folder, capsys):
+@pytest.fixture
+def generate(folder, capsys):
     prompt = "Ann has 5 . Bob has 3 more than Ann . How many has Bob ?"
 
-    def generate(*options):
+    def run(*options):
         arguments = [
             "generate",
             prompt,
@@ -195,6 +196,20 @@ def test_force_final_exit_is_the_plain_model(folder, capsys):
         app([str(argument) for argument in arguments], standalone_mode=False)
         return json.loads(capsys.readouterr().out.splitlines()[-1])["result"]["outputs"][0]
 
+    return run
+
+
+def test_a_profile_alone_says_which_policy_reads_it(folder, generate):
+    write_profile(folder / "heads/profiles/likely.toml", {"probe": 0.5})
+    heads = ("--heads", folder / "heads", "--profile", "likely")
+    asked = generate(*heads, "--exit-policy", "probe")
+    assert generate(*heads)["depths"] == asked["depths"] and len(set(asked["depths"][1:])) > 1
+    assert set(generate(*heads, "--depth", 2)["depths"][1:]) == {2}
+    with pytest.raises(ValueError, match=r"--profile eager may be used by confidence and probe, .* give --exit-policy"):
+        generate("--heads", folder / "heads", "--profile", "eager")
+
+
+def test_force_final_exit_is_the_plain_model(folder, generate):
     heads = ("--heads", folder / "heads", "--profile", "eager")
     plain = generate()["token_ids"]
     assert generate(*heads, "--exit-policy", "confidence")["token_ids"] != plain
