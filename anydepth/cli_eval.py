@@ -31,6 +31,7 @@ def evaluate(
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
     trust_remote_code: Annotated[str | None, typer.Option(help="Name of the one model whose own code may run.")] = None,
     outputs: Annotated[Path | None, typer.Option(help="alpacaeval: folder for what its judge reads.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="An arm to run now, by name; repeat. Others stay.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run arms over the same questions, one Record an arm; an interrupted run goes on where it stopped."""
@@ -64,7 +65,7 @@ def evaluate(
         frozen = freeze_study(plan, options=options)
         write_frozen(freeze, frozen)
         print(f"frozen in {freeze}: study_hash {frozen['study_hash'][:16]}")
-    records = [] if out is None else run_study(plan, out=out, frozen=frozen, options=options)
+    records = [] if out is None else run_study(plan, out=out, frozen=frozen, options=options, only=only)
     if outputs is not None:
         from anydepth.eval.alpaca_outputs import write_outputs
         from anydepth.eval.task import load_task

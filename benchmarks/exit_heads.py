@@ -69,8 +69,8 @@ def fields(arm: str, max_tokens: int) -> dict[str, Any]:
     return {**shared, "policy": policy, "profile": f"{policy}-{level}", "fill": fill}
 
 
-def run(stage: str, tasks: Sequence[str], out: Path, options: Options) -> None:
-    """Every cell of these tasks that is missing."""
+def run(stage: str, tasks: Sequence[str], only: Sequence[str] | None, out: Path, options: Options) -> None:
+    """Every cell of these tasks (and arms) that is missing."""
     for task in tasks:
         count = STAGES[stage].questions[task]
         head = {"task": task, "model": MODEL, "limit": count, "split": "validation" if task == "mmlu" else None}
@@ -84,7 +84,8 @@ def run(stage: str, tasks: Sequence[str], out: Path, options: Options) -> None:
         if not protocol.exists():
             protocol.parent.mkdir(parents=True, exist_ok=True)
             write_frozen(protocol, freeze_study(study, options=options))
-        run_study(study, out=out / stage / task, frozen=read_frozen(protocol), options=options, finished=published)
+        frozen, folder = read_frozen(protocol), out / stage / task
+        run_study(study, out=folder, frozen=frozen, options=options, finished=published, only=only)
 
 
 def published(record: Record) -> None:
@@ -265,11 +266,13 @@ def main() -> None:
     parser.add_argument(
         "--tasks", default="ifeval,gsm8k,mmlu", help="some of them, so that two processes share a stage"
     )
+    parser.add_argument("--arms", help="some of them")
     parser.add_argument("--out", type=Path, default=Path("runs/exit_heads"), help="folder of the unfinished Records")
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     if given.what in STAGES:
-        run(given.what, given.tasks.split(","), given.out, Options(threads=given.threads))
+        only = given.arms.split(",") if given.arms else None
+        run(given.what, given.tasks.split(","), only, given.out, Options(threads=given.threads))
     elif given.what == "choose":
         print(choose())
     elif given.what == "bench":

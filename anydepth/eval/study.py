@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from anydepth.eval.run import in_force, run, sampling_of
 from anydepth.eval.task import Question, Task, load_task
 from anydepth.progress import bars
 from anydepth.record import HEADER, SAMPLES, Record, write_atomically
+from anydepth.types import unknown
 
 PLAN = "study.jsonl"
 
@@ -52,13 +53,16 @@ def run_study(
     backends: Backends | None = None,
     progress: bool = True,
     finished: Callable[[Record], object] | None = None,
+    only: Collection[str] | None = None,
 ) -> list[Record]:
     """Run what is missing of every arm; the Records, in the arms' order. `frozen`: refuse if anything differs from it.
     `backends`: of this study, where they are loaded already. `finished`: called with each Record when it is complete.
+    `only`: these arms, the others are left to other processes or days.
 
     Raises ValueError, before anything is computed, for a task or model nobody knows and arms that do not fit it.
     """
     folder, options = Path(out), options or Options()
+    chosen = _chosen(study, only)
     task, questions = ask_task(study, options)
     backends = backends or Backends(study, options)
     for name, settings in backends.check(task).items():
@@ -68,8 +72,8 @@ def run_study(
         check_unchanged(frozen, _frozen(study, task, questions, backends.of(study.arms[0])))
     _plan(folder, study, frozen)
     records = []
-    with bars(*[arm.name for arm in study.arms], total=len(questions), waiting=True, shown=progress) as lines:
-        for arm, line in zip(study.arms, lines, strict=True):
+    with bars(*[arm.name for arm in chosen], total=len(questions), waiting=True, shown=progress) as lines:
+        for arm, line in zip(chosen, lines, strict=True):
             line.begin(len(questions) * sampling_of(arm, task).n)
             backend = backends.of(arm)
             with tensor_threads(options.threads, backend) as threads:
@@ -89,6 +93,13 @@ def run_study(
             if finished is not None:
                 finished(record)
     return records
+
+
+def _chosen(study: Study, only: Collection[str] | None) -> list[Arm]:
+    names = [arm.name for arm in study.arms]
+    if strange := [name for name in only or () if name not in names]:
+        raise unknown("arm", strange[0], names)
+    return [arm for arm in study.arms if only is None or arm.name in only]
 
 
 def ask_task(study: Study, options: Options) -> tuple[Task, list[Question]]:

@@ -129,6 +129,18 @@ def test_each_arm_becomes_a_record_and_a_second_run_changes_nothing(toml, tmp_pa
     assert len(read_plan(tmp_path / "out")) == 1
 
 
+def test_some_arms_are_run_now_and_the_others_later(toml, tmp_path):
+    study, out = Study.read(toml), tmp_path / "out"
+    finished: list[Record] = []
+    first = run_study(study, out=out, progress=False, only=["B1-0.5"], finished=finished.append)
+    assert [record.settings_used["name"] for record in first] == ["B1-0.5"] and finished == first
+    assert not (out / "B0").exists()
+    assert run_study(study, out=out, progress=False)[1] == first[0] and (out / "B0").exists()
+    assert len(read_plan(out)) == 1
+    with pytest.raises(ValueError, match="unknown arm 'B2'"):
+        run_study(study, out=out, only=["B2"])
+
+
 def test_rules_that_come_later_are_told_from_those_set_beforehand(toml, tmp_path):
     study = Study.read(toml)
     run_study(study, out=tmp_path / "out", progress=False)
