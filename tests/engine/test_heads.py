@@ -192,6 +192,20 @@ def test_an_idle_test_is_told_from_one_that_decides():
     assert stats["stayed"] > 0 and stats["stayed_by_margin"] > 0 and stats["stayed_by_entropy"] == 0
 
 
+@pytest.mark.parametrize("signals", ["sync", "exact"])
+def test_a_token_that_has_left_is_tallied_no_more(signals):
+    """Under `full` it is asked on to R, and counts as under `deferred`."""
+    stats = []
+    for fill in ("full", "deferred"):
+        model, _, _ = with_heads("shortlist")
+        engine = Engine(model, fill=fill, signals=signals, profiles=[PROFILE])
+        ask = Sampling(max_tokens=12, exit_policy="confidence", temperature=1.0, ignore_eos=True)
+        outputs = drain(engine, [engine.prepare([n, 7, 9], ask, seed=n) for n in range(6)])
+        stats.append({name: count for name, count in engine.stats().items() if name.startswith("stayed")})
+    assert {1, 2} <= {depth for output in outputs.values() for depth in output.depths}
+    assert stats[0] == stats[1] and stats[0]["stayed"] > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_come_back_from_their_folder(kind, tmp_path):
     model, _, heads = with_heads(kind)
