@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from anydepth import LLM
 from anydepth.engine.engine import Engine
 from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
+from anydepth.models.heads_about import ABOUT, FILE, read_about
 from anydepth.profile import Exit, Profile
+from anydepth.record import files_hash
 from anydepth.types import Sampling
 from tests.helpers import Watch, drain, poison, twins
 from tests.random_nano import write_random_nano
@@ -226,6 +230,40 @@ def test_heads_come_back_from_their_folder(kind, tmp_path):
         load_heads(tmp_path, model_hash="m", **options)
     with pytest.raises(ValueError, match="there are no exit heads"):
         load_heads(tmp_path / "nowhere", model_hash="m", **options)
+
+
+BROKEN = [
+    (
+        {"exit.1.probe.weight": torch.full((32,), torch.nan)},
+        {},
+        "the probe after layer 1 has numbers that are not finite",
+    ),
+    ({"exit.1.probe.bias": None}, {}, "the probe after layer 1 lacks its bias"),
+    ({}, {"3": None}, "the exit after layer 3 has neither a head nor a probe"),
+]
+
+
+@pytest.mark.parametrize("tensors, exits, message", BROKEN)
+def test_probes_that_are_not_whole_are_refused(tensors, exits, message, tmp_path):
+    model, _, heads = with_heads("norm")
+    heads.save(tmp_path)
+    changed = {name: t for name, t in (load_file(tmp_path / FILE) | tensors).items() if t is not None}
+    save_file(changed, tmp_path / FILE)
+    about = read_about(tmp_path)
+    about = {**about, "exits": about["exits"] | exits, "sha256": files_hash([tmp_path / FILE])}
+    (tmp_path / ABOUT).write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path, model_hash="m", shape=model.shape, unembedding_dV=model.head, dtype=torch.float64)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_not_saved(tmp_path):
+    _, _, heads = with_heads("norm")
+    probes = heads.probes | {2: Probe(torch.full((32,), 1e6), torch.zeros(1))}
+    heads = replace(heads, probes=probes)
+    with pytest.raises(ValueError, match=r"exit\.2\.probe\.weight has numbers that are not finite in float16"):
+        heads.save(tmp_path / "heads", torch.float16)
+    assert not (tmp_path / "heads").exists()
+    assert heads.save(tmp_path / "heads", torch.bfloat16)
 
 
 REFUSED = [

@@ -511,6 +511,21 @@ def test_exits_and_other_runs(tmp_path, checkpoint, data) -> None:
         HeadTrainer(load_checkpoint("nano"), data, RECIPE, Peers(rank=0, count=1))
 
 
+def test_finished_heads_that_are_not_whole_or_of_another_dtype_are_stored_anew(tmp_path, checkpoint, data) -> None:
+    train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
+    made = [(tmp_path / name).read_bytes() for name in ("heads.safetensors", "heads.json", "README.md")]
+    for name in ("heads.json", "README.md"):  # killed between two files
+        (tmp_path / name).unlink()
+        train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
+        assert [(tmp_path / name).read_bytes() for name in ("heads.safetensors", "heads.json", "README.md")] == made
+    train_heads(tmp_path, checkpoint, data, replace(RECIPE, save_dtype="bfloat16"), report=quiet)
+    assert (tmp_path / "heads.safetensors").stat().st_size < len(made[0])
+    assert "bfloat16" in (tmp_path / "heads.json").read_text() and len(heads_of(tmp_path, checkpoint).heads) == 2
+    told = []
+    train_heads(tmp_path, checkpoint, data, replace(RECIPE, save_dtype="bfloat16"), report=told.append)
+    assert told[-1].endswith("holds the finished heads already")
+
+
 def test_auc_counts_ties_half() -> None:
     score, right = torch.tensor([0.1, 0.4, 0.4, 0.9]), torch.tensor([False, False, True, True])
     assert auc(score, right) == (1 + 0.5 + 1 + 1) / 4
