@@ -433,6 +433,16 @@ def test_prompts_are_held_out_with_all_their_documents(folder, data) -> None:
     assert 0.09 < share < 0.11
 
 
+def test_a_source_of_which_nothing_is_trained_on_is_told(tmp_path, folder, checkpoint) -> None:
+    rows = [f"prompt {i}" for i in range(60)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"prompt": row, "response": "a"}) + "\n" for row in rows))
+    out, told = sum(map(held_out, rows)), []
+    sources = [Source(path=tmp_path / "many.jsonl"), Source(path=tmp_path / "many.jsonl", rows=out)]
+    prepare(tmp_path / "data", sources, checkpoint, report=told.append)
+    assert told[0] == f"many.jsonl: {out} of 60 rows are held out" and 1 < out < 30
+    assert told[1] == f"many.jsonl: {out} of {out} rows are held out: none is trained on, give more rows"
+
+
 def test_every_epoch_has_every_document_once_in_an_order_of_its_own(data) -> None:
     order, again = Order(data, tokens=60, seed=3), Order(data, tokens=60, seed=3)
     epochs, index = [], 0
