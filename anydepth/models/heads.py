@@ -10,8 +10,8 @@ A head turns the state after segment k into logits over the whole vocabulary; a 
 | `shortlist` | the same, but of the unembedding only the S tokens `ids`, and `other` for any other | d (2 + 2 r) + S |
 
 A shortlist is kept as what it is made of and read as one table [d, S + 1]: those columns through the correction. It
-declines where "any other" is its largest logit: the row then goes on, whatever its policy says, unless it has reached
-its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
+declines where "any other" is its largest logit: the row then goes on, though its policy lets it go, unless it has
+reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class ExitHeads:
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
         """Write heads.safetensors, numbers in `dtype` or as they are, and heads.json; what lies there of earlier ones
         is replaced. ValueError, before that, for numbers that are not finite, in `dtype`."""
+        for head in self.heads.values():
+            assert head.tensors.keys() == {*FILES[head.kind]}, "a head that was folded cannot be read again"
         tensors = {f"exit.{n}.head.{name}": t for n, head in self.heads.items() for name, t in head.tensors.items()}
         for n, probe in self.probes.items():
             tensors |= {f"exit.{n}.probe.weight": probe.weight, f"exit.{n}.probe.bias": probe.bias}

@@ -280,6 +280,14 @@ def test_a_profile_that_cannot_be_used_is_refused(settings, message):
         Engine(model, profiles=[PROFILE]).prepare([1, 2], Sampling(**settings))
 
 
+def test_a_profile_that_nobody_named_is_named_where_it_does_not_fit():
+    model, _, _ = with_heads("norm")
+    for policy, exit in (("confidence", Exit(layer=1, probe=0.5)), ("probe", Exit(layer=4, probe=0.5))):
+        engine = Engine(model, profiles=[Profile(name="only", exits=(exit,))])
+        with pytest.raises(ValueError, match="profile 'only' "):
+            engine.prepare([1, 2], Sampling(exit_policy=policy))
+
+
 def test_a_profile_of_exits_that_are_none_is_refused():
     model, _, _ = with_heads("norm")
     with pytest.raises(ValueError, match="exits after layers \\[3\\]"):
