@@ -500,6 +500,7 @@ def test_data_of_another_vocabulary_is_refused(tmp_path, folder, checkpoint, dat
         ({"kinds": ("norm",) * 3}, "3 kinds for 2 exits"),
         ({"kinds": ("big",)}, "allowed: norm, low_rank, shortlist"),
         ({"kinds": ("shortlist",), "shortlist": 99}, "the vocabulary has 16"),
+        ({"kinds": ("shortlist",), "shortlist": 16}, "the vocabulary has 16: give fewer"),
         ({"save_dtype": "float8"}, "unknown save_dtype .float8."),
         ({"temperature": 0.0}, "temperature 0.0"),
         ({"lr": math.nan}, "lr is nan"),
