@@ -439,7 +439,7 @@ def test_check_refuses_a_profile_of_other_heads(folder, tmp_path):
         check_profile(
             job(folder, data="few.jsonl"), tmp_path / "p.toml", tmp_path, answers=folder / "few", report=quiet
         )
-    (tmp_path / "p.toml").write_text("[[exit]]\nlayer = 1\nlogit = 0.5\n")
+    (tmp_path / "p.toml").write_text("[[exit]]\nlayer = 1\nlogit = 0.5\nmargin = 0\nentropy = 9\n")
     with pytest.raises(ValueError, match=r"p\.toml has no exit with probe, which policy 'probe' needs"):
         check_profile(
             job(folder, data="few.jsonl"), tmp_path / "p.toml", tmp_path, answers=folder / "few", report=quiet

@@ -310,6 +310,10 @@ BAD = [
     ("[[exit]]\nlayer = 4\nlogits = 3\n", "did you mean 'logit'"),
     ("[[exit]]\nlayer = 4\nprobe = 1.5\n", "probabilities"),
     ("gate_temperature = 0\n[[exit]]\nlayer = 4\n", "numbers above 0"),
+    ("[[exit]]\nprobe = 0.5\n", "an exit is \\{'probe': 0.5\\}; write it as"),
+    ("exit = [1]\n", "an exit is 1; write it as"),
+    ("name = 3\n[[exit]]\nlayer = 4\n", "name is 3; allowed: texts"),
+    ("[[exit]]\nlayer = 4\nlogit = 1\nmargin = 1\n", "the exit after layer 4 has not all of logit, margin, entropy"),
     ("[[exit]]\nlayer = 4\n[[exit]]\nlayer = 4\n", "two \\[\\[exit\\]\\]"),
 ]
 
