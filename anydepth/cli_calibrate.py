@@ -13,6 +13,7 @@ from anydepth.cli_options import AsJson, Model, finish, read_fields
 app = typer.Typer()
 
 _OF_A_TASK = ("task", "split", "threshold", "min_depth", "setting", "loss", "method", "monotonise", "fitted_on")
+_OF_FITTING = ("level", "install", "fill", "eps", "delta")
 _OF_HEADS = ("level", "answer_tokens", "answers", "install", "check", "fill")
 
 
@@ -64,6 +65,8 @@ def calibrate(
     ]
     if heads is not None and not {"task", "profile"} & {*given}:
         _refuse(given, (*_OF_A_TASK, "concurrency"), "is for a task's questions, not for --heads; leave one out")
+        if check is not None:
+            _refuse(given, _OF_FITTING, "is for fitting profiles, and --check reports on one; leave one out")
         _calibrate_heads(
             out,
             check=check,
@@ -149,8 +152,6 @@ def _calibrate_heads(
 
     if policy is None:
         raise ValueError("no policy was given; name one with --policy: probe or confidence")
-    if check is not None and (install or level):
-        raise ValueError("--check reports on a profile and fits none; leave --install and --level out")
     if threads is not None:
         torch.set_num_threads(threads)
     sources = [Source.parse(str(path), own_answers=True) for path in data or ()]

@@ -66,10 +66,11 @@ class Profile:
         exits = content.pop("exit", [])
         if not isinstance(exits, list) or not exits:
             raise ValueError(f"{path} has no [[exit]]; a profile has one for every exit that may be taken")
+        for key in ("name", "model_hash", "head_hash"):
+            if key in content and not (isinstance(content[key], str) and content[key]):
+                raise ValueError(f"{path}: {key} is {content[key]!r}; allowed: texts")
         for each in exits:
-            _known(path, each, [f.name for f in fields(Exit)])
-            for key, value in each.items():
-                _number(path, key, value)
+            _exit(path, each)
         read = tuple(sorted((Exit(**each) for each in exits), key=lambda each: each.layer))
         if len({each.layer for each in read}) < len(read):
             raise ValueError(f"{path} has two [[exit]] of one layer; give each layer once")
@@ -136,6 +137,21 @@ def _known(path: Path, content: Any, names: Sequence[str]) -> None:
     for name in content:
         if name not in names:
             raise ValueError(f"{path}: {unknown('key', str(name), names)}")
+
+
+def _exit(path: Path, given: Any) -> None:
+    """ValueError for what is no [[exit]], or has a part of what `confidence` needs, which would never let a row go."""
+    if not isinstance(given, dict) or "layer" not in given:
+        raise ValueError(f"{path}: an exit is {given!r}; write it as [[exit]] with the layer after which it reads")
+    _known(path, given, [f.name for f in fields(Exit)])
+    for key, value in given.items():
+        _number(path, key, value)
+    parts = ("logit", "margin", "entropy")
+    if 0 < sum(part in given for part in parts) < len(parts):
+        raise ValueError(
+            f"{path}: the exit after layer {given['layer']} has not all of {', '.join(parts)}; give the three, of "
+            f"which -inf, 0 and inf let every row go"
+        )
 
 
 def _number(path: Path, key: str, value: Any) -> None:

@@ -30,9 +30,6 @@ def fit_exits(
 ) -> dict[float, tuple[Exit, ...]]:
     """Exits with thresholds for every level, the strictest level first. An exit at which fewer than `least_rows` could
     leave is left out; a level without any exit has ()."""
-    for level in levels:
-        if not 0 < level <= 1:
-            raise ValueError(f"level is {level}; allowed: shares of tokens that agree, above 0 and up to 1")
     exits = range(len(table.layers))
     families = [_Family(table, policy, e) for e in exits]
     laxer = [-np.inf for _ in exits]

@@ -138,8 +138,10 @@ def _states(
 
 def _listed(z_nV: Tensor) -> Tensor:
     """Without the columns that a shortlist leaves out (-inf in every row): they have no part in any sum, and are most
-    of the time of one."""
+    of the time of one. A list of one token gets another, as its lead is over something."""
     listed_V = z_nV[0].isfinite()
+    if int(listed_V.sum()) < 2:
+        listed_V[(~listed_V).long().argmax()] = True
     return z_nV if bool(listed_V.all()) else z_nV[:, listed_V]
 
 

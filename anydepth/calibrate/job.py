@@ -42,6 +42,11 @@ class Job:
         if not self.data:
             raise ValueError("no prompts were given; name a JSONL file of them with --data")
         Goal(epsilon=self.epsilon, delta=self.delta)
+        for level in self.levels:
+            if not 0 < level <= 1:
+                raise ValueError(f"level is {level}; allowed: shares of tokens that agree, above 0 and up to 1")
+        if not self.levels:
+            raise ValueError("levels is (); give one or more agreements to aim at, such as 0.95")
         for name in ("answer_tokens", "least_rows", "limit"):
             value = getattr(self, name)
             if value is not None and value < 1:

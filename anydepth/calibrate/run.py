@@ -43,7 +43,7 @@ def calibrate_heads(
     for profile in profiles:
         path = write_profile(out / FOLDER, profile, comments)
         found["profiles"][profile.name] = profile_facts(work, profile, fitting, certifying)
-        if install:
+        if install and out.resolve() != job.heads.resolve():
             (job.heads / FOLDER).mkdir(exist_ok=True)
             shutil.copyfile(path, job.heads / FOLDER / path.name)
     certificate, reason = work.certified(profiles, certifying)

@@ -43,6 +43,7 @@ class Work:
         self.model = model
         if job.policy == "probe" and not model.probes:
             raise ValueError(f"the heads in {job.heads} have no probe; give policy 'confidence', or other heads")
+        out.mkdir(parents=True, exist_ok=True)
         if fitting:
             fix_plan(out, self._plan())
         report(f"{len(self.prompts.fit)} prompts to fit on, {len(self.prompts.certify)} to certify on")

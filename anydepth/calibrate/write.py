@@ -1,4 +1,4 @@
-"""Profiles and reports as files. Imports no torch."""
+"""Profiles as files. Imports no torch."""
 
 from __future__ import annotations
 

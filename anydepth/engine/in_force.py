@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from anydepth.certificate import describe
+from anydepth.certificate import PROFILED, describe
 from anydepth.engine.engine import Engine
 from anydepth.types import Sampling
 
@@ -45,7 +45,7 @@ def settings_in_force(engine: Engine, sampling: Sampling) -> dict[str, Any]:
 def _profile(engine: Engine, sampling: Sampling, policy: str) -> dict[str, Any]:
     """The profile that decides, with its numbers and their hash; nothing where none does."""
     name = sampling.profile
-    if name is None and policy in ("confidence", "probe") and len(engine.profiles) == 1:
+    if name is None and policy in PROFILED and len(engine.profiles) == 1:
         name = next(iter(engine.profiles))
     if name is None or name not in engine.profiles:
         return {}

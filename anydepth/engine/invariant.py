@@ -42,16 +42,19 @@ class Invariant:
         self._model = model
         self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
         self.embed, self.cost, self.pack, self.slots = model.embed, model.cost, model.pack, model.slots
-        self.declines, self.answers, self.keys_values = model.declines, model.answers, model.keys_values
+        self.declines = model.declines
         self.measure()
 
     def measure(self) -> None:
         """Find the row counts that may be used with the weights as they are now."""
-        model = self._model
+        model, depths = self._model, sorted({*self.shape.headed, self.shape.segments})  # each with a readout of its own
         with torch.inference_mode():
             _check_attention(model)
             self._segment = RowBlocks(_counts(model, lambda h: model.segment(1, h, _Alone(model, len(h)))))
-            self._readout = RowBlocks(_counts(model, lambda h: model.readout(1, h)))
+            self._readout = RowBlocks(_counts(model, lambda h: torch.cat([model.readout(k, h) for k in depths], 1)))
+            self._project = self._segment  # which a looped model has no use for
+            if not self.shape.shared_weights:
+                self._project = RowBlocks(_counts(model, lambda h: _keys_values(model, range(1), h).flatten(1)))
             # One number a row shows little of how it was summed, so no second count is tried.
             gate = _counts(model, lambda h: model.signal(1, h), (REFERENCE,)) if self.shape.has_gate else (1,)
             self._signal = RowBlocks(gate)
@@ -70,6 +73,13 @@ class Invariant:
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
         return self._readout.run(lambda h: self._model.readout(k, h), h_Nd)
+
+    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
+        return self._signal.run(lambda h, logits: self._model.answers(k, h, logits), h_Nd, logits_NV)
+
+    def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
+        made = self._project.run(lambda h, at: _keys_values(self._model, layers, h, at), h_Nd, positions_N)
+        return [(made[:, place, 0], made[:, place, 1]) for place in range(len(layers))]
 
 
 def in_blocks(policy: Policy) -> Policy:
@@ -96,6 +106,13 @@ class _Alone:
 
     def attend(self, layer: int, q_NHD: Tensor, k_NGD: Tensor, v_NGD: Tensor) -> Tensor:
         return q_NHD + (k_NGD + v_NGD).repeat_interleave(q_NHD.shape[1] // k_NGD.shape[1], 1)
+
+
+def _keys_values(model: Model, layers: range, h_Nd: Tensor, positions_N: Tensor | None = None) -> Tensor:
+    """K and V of every layer, [N, layers, 2, G, D]; by default at the last position."""
+    if positions_N is None:
+        positions_N = torch.full((len(h_Nd),), model.shape.max_positions - 1)
+    return torch.stack([torch.stack(both, 1) for both in model.keys_values(layers, h_Nd, positions_N)], 1)
 
 
 def _counts(model: Model, part: Callable[[Tensor], Tensor], others: tuple[int, ...] = COUNTS) -> tuple[int, ...]:

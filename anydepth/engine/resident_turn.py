@@ -119,7 +119,7 @@ def run_turn(
     if prompts is not None and len(slots) + len(prompts.ending_slots_F) == 0:  # nobody who could give a token
         return Given(slots.new_zeros(3, 0), None, h_Pd)
 
-    rows = Deciding(slots, depth, output, runs, last, policy)
+    rows = Deciding(slots, depth, output, runs, kept, last, policy)
     read_Bd, read_depth, left = h_Bd, depth, _leaves(model, policies, asks, rows, h_Bd, kind)
     if fill.runs_on:
         read_Bd, kept = _keep(state, slots, depth, kept, left, h_Bd)
@@ -179,19 +179,21 @@ def _segment(
 
 
 class Deciding(NamedTuple):
-    """Decode rows before they are asked, [B] each: slot, depth, output, whether they run, max_depth, their policy."""
+    """Decode rows before they are asked, [B] each: slot, depth, output, whether they run, the depth at which they
+    were read if they run on, max_depth, their policy."""
 
     slots: Tensor
     depth: Tensor
     output: Tensor
     runs: Tensor
+    kept: Tensor
     last: Tensor
     policy: Tensor
 
 
 def _leaves(model: Model, policies: Policies, asks: Asks, rows: Deciding, h_Bd: Tensor, kind: Kind) -> Tensor:
     """[B], whether the policy says so or the last depth is reached."""
-    slots, depth, output, runs, last, mine = rows
+    slots, depth, output, runs, kept, last, mine = rows
     adaptive = None
     if kind.planned:
         planned = asks.planned_SI.index_select(0, slots).gather(1, output.unsqueeze(1)).squeeze(1)
@@ -207,8 +209,8 @@ def _leaves(model: Model, policies: Policies, asks: Asks, rows: Deciding, h_Bd: 
         leave, after = policy.decide(before, inner, policy.seen(model, 1, h_Bd))
         if len(policies) > 1:
             leave = leave & (mine == number)
-        if policy.tallies:  # they outlive the token: a row that was not asked must not count
-            asked = (runs > 0) & (depth < last) & (mine == number)
+        if policy.tallies:  # they outlive the token: a row that was not asked, or has left, must not count
+            asked = (runs > 0) & (depth < last) & (mine == number) & ((depth == 1) | (kept == 0))
             asked = asked if adaptive is None else asked & adaptive
             after = torch.where(asked.unsqueeze(1), after, before)
         states.index_copy_(0, slots, after)

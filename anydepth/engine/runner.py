@@ -145,11 +145,21 @@ class Runner:
             if policy.needs in ("signal", "logits"):
                 self._made["signal" if policy.needs == "signal" else "readout", k] += len(rows)
             states = self.slots.states[policy]
-            leave, state = policy.decide(states.index_select(0, slots), depth, seen)
+            before = states.index_select(0, slots)
+            leave, state = policy.decide(before, depth, seen)
+            if self.fill.runs_on and policy.tallies:
+                state = self._uncounted(policy, slots, depth, before, state)
             decision = Decided(rows, leave, Shown(rows, seen) if policy.needs == "logits" else None)
             decided.append(self._answering(k, h, decision) if self.model.declines(k) else decision)
             states.index_copy_(0, slots, state)
         return decided
+
+    def _uncounted(self, policy: Policy, slots: Tensor, depth: Tensor, before: Tensor, after: Tensor) -> Tensor:
+        """The state after a decision, without what was tallied of rows that had left: they are asked on to R."""
+        gone = (depth > 1) & (self.slots.kept_depth_S.index_select(0, slots) != 0)
+        columns = list(policy.tallies.values())
+        after[:, columns] = torch.where(gone.unsqueeze(1), before[:, columns], after[:, columns])
+        return after
 
     def _answering(self, k: int, h_Nd: Tensor, decision: Decided) -> Decided:
         """Without the rows that the exit's head must not answer. It takes the head's logits to know: of the rows that

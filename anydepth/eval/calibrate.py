@@ -31,6 +31,7 @@ from anydepth.certificate import (
 from anydepth.eval.arms import Arm, Study
 from anydepth.eval.calibrate_checks import check_finished, check_paired, check_questions
 from anydepth.eval.study import Backends, Options, ask_task, run_study
+from anydepth.profile import Profile, profile_path
 from anydepth.provenance import source
 from anydepth.record import Record, Sample, write_atomically
 from anydepth.stats import conformal_risk_control, fixed_sequence, hoeffding_bentkus
@@ -219,7 +220,7 @@ def _profile_arms(profiles: Sequence[str], settings: Mapping[str, Any]) -> tuple
         raise ValueError(f"profiles are of heads and of a policy, {' or '.join(PROFILED)}; give both")
     shared = {name: value for name, value in settings.items() if name not in (*EXIT_SETTINGS, "policy")}
     full = Arm.parse({**shared, "name": "full-depth", "policy": NEVER})
-    named = [(Path(profile).stem if profile.endswith(".toml") else profile, profile) for profile in profiles]
+    named = [(Profile.read(profile_path(profile, settings["heads"])).name, profile) for profile in profiles]
     return full, tuple(Arm.parse({**settings, "name": name, "profile": profile}) for name, profile in named)
 
 

@@ -64,6 +64,10 @@ class Policy:
             )
         return self.profiles[name]
 
+    def profile_name(self, sampling: Sampling) -> str:
+        """The name of `profile_of`."""
+        return sampling.profile or next(iter(self.profiles))
+
     def parameters(self, sampling: Sampling, bounds: tuple[int, int], segments: int) -> tuple[float, ...]:
         """The request's own numbers, as many for every request of this policy."""
         return ()

@@ -42,8 +42,8 @@ class Policy(base.Policy):
         thresholds = self.profile_of(sampling)
         if not any(exit is not None and exit.has_confidence for exit in thresholds.by_depth):
             raise ValueError(
-                f"profile {sampling.profile!r} has no exit with logit, margin and entropy, which policy 'confidence' "
-                f"needs; give another profile, or exit_policy='probe'"
+                f"profile {self.profile_name(sampling)!r} has no exit with logit, margin and entropy, which policy "
+                f"'confidence' needs; give another profile, or exit_policy='probe'"
             )
 
     def asks(self, sampling: Sampling, bounds: tuple[int, int], depth: int) -> bool:

@@ -28,13 +28,13 @@ class Policy(base.Policy):
         }
         if not asked:
             raise ValueError(
-                f"profile {sampling.profile!r} has no exit with a probe's threshold; give another profile, or "
-                f"exit_policy='confidence'"
+                f"profile {self.profile_name(sampling)!r} has no exit with a probe's threshold; give another "
+                f"profile, or exit_policy='confidence'"
             )
         if missing := sorted(asked - shape.probed):
             raise ValueError(
-                f"profile {sampling.profile!r} asks probes at depths {missing}, where this model has none; give heads= "
-                f"that have them, or another profile"
+                f"profile {self.profile_name(sampling)!r} asks probes at depths {missing}, where this model has none; "
+                f"give heads= that have them, or another profile"
             )
 
     def asks(self, sampling: Sampling, bounds: tuple[int, int], depth: int) -> bool:

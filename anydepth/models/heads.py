@@ -10,8 +10,8 @@ A head turns the state after segment k into logits over the whole vocabulary; a 
 | `shortlist` | the same, but of the unembedding only the S tokens `ids`, and `other` for any other | d (2 + 2 r) + S |
 
 A shortlist is kept as what it is made of and read as one table [d, S + 1]: those columns through the correction. It
-declines where "any other" is its largest logit: the row then goes on, whatever its policy says, unless it has reached
-its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
+declines where "any other" is its largest logit: the row then goes on, though its policy lets it go, unless it has
+reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
 """
 
 from __future__ import annotations
@@ -100,14 +100,21 @@ class ExitHeads:
 
     def save(self, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
         """Write heads.safetensors, numbers in `dtype` or as they are, and heads.json; what lies there of earlier ones
-        is replaced."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        is replaced. ValueError, before that, for numbers that are not finite, in `dtype`."""
+        for head in self.heads.values():
+            assert head.tensors.keys() == {*FILES[head.kind]}, "a head that was folded cannot be read again"
         tensors = {f"exit.{n}.head.{name}": t for n, head in self.heads.items() for name, t in head.tensors.items()}
         for n, probe in self.probes.items():
             tensors |= {f"exit.{n}.probe.weight": probe.weight, f"exit.{n}.probe.bias": probe.bias}
-        whole = folder / f"{FILE}.new"
         kept = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
+        if wrong := [n for n, t in kept.items() if t.is_floating_point() and not bool(t.isfinite().all())]:
+            raise ValueError(
+                f"{wrong[0]} has numbers that are not finite in {str(kept[wrong[0]].dtype).removeprefix('torch.')}; "
+                f"give dtype float32 (the same training with --save-dtype float32 goes on from its end)"
+            )
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = folder / f"{FILE}.new"
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in kept.items()}, whole)
         whole.replace(folder / FILE)
         content = {
@@ -144,11 +151,11 @@ def load_heads(
         own = {name: tensors.pop(f"exit.{layer}.head.{name}", None) for name in FILES.get(kind, ())}
         if kind is not None:
             heads[layer] = Head(kind, _checked(folder, layer, kind, own, shape)).folded(unembedding_dV)
-        weight, bias = (tensors.pop(f"exit.{layer}.probe.{name}", None) for name in PROBE)
-        if weight is not None and bias is not None:
-            if weight.shape != (shape.hidden,) or bias.shape != (1,):
-                raise ValueError(f"{folder}: the probe after layer {layer} is not for states of {shape.hidden} numbers")
-            probes[layer] = Probe(weight, bias)
+        numbers = [tensors.pop(f"exit.{layer}.probe.{name}", None) for name in PROBE]
+        if any(tensor is not None for tensor in numbers):
+            probes[layer] = _checked_probe(folder, layer, *numbers, hidden=shape.hidden)
+        elif kind is None:
+            raise ValueError(f"{folder}: the exit after layer {layer} has neither a head nor a probe; get heads again")
     if tensors:
         raise ValueError(f"{folder / FILE} holds what {ABOUT} does not name: {', '.join(sorted(tensors)[:3])}")
     rest = {key: value for key, value in about.items() if key not in ("version", "model_hash", "exits", "sha256")}
@@ -182,6 +189,16 @@ def _checked(
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             raise ValueError(f"{folder}: {name} of the head after layer {layer} has numbers that are not finite")
     return there
+
+
+def _checked_probe(folder: Path, layer: int, weight: Tensor | None, bias: Tensor | None, *, hidden: int) -> Probe:
+    if weight is None or bias is None:
+        raise ValueError(f"{folder}: the probe after layer {layer} lacks its {'weight' if weight is None else 'bias'}")
+    if weight.shape != (hidden,) or bias.shape != (1,):
+        raise ValueError(f"{folder}: the probe after layer {layer} is not for states of {hidden} numbers")
+    if not bool(torch.cat((weight, bias)).isfinite().all()):
+        raise ValueError(f"{folder}: the probe after layer {layer} has numbers that are not finite")
+    return Probe(weight, bias)
 
 
 def _read(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anydepth.models.load import Checkpoint
 from anydepth.record import files_hash, write_atomically
-from anydepth.train.prepared import MANIFEST, VERSION, Prepared, load_prepared, prompt_number
+from anydepth.train.prepared import MANIFEST, VERSION, Prepared, held_out, load_prepared, prompt_number
 
 PLAN = "plan.json"
 SHARD_ROWS, OWN_SHARD_ROWS = 256, 64
@@ -100,6 +100,8 @@ def prepare(
         plan = _plan(sources, checkpoint, max_tokens, answer_tokens)
         _begin(folder, plan)
         maker = _Maker(checkpoint, max_tokens, answer)
+        for source, found in zip(sources, rows, strict=True):
+            _report_held_out(source, [prompt for prompt, _ in found], report)
         shards = list(_shards(sources, rows))
         for number, (name, own, part) in enumerate(shards, start=1):
             if not (folder / name).exists():
@@ -108,6 +110,13 @@ def prepare(
                 report(f"prepared {number} of {len(shards)} shards")
         _finish(folder, plan, [name for name, _, _ in shards], report)
     return load_prepared(folder, checkpoint)
+
+
+def _report_held_out(source: Source, prompts: Sequence[str], report: Callable[[str], None]) -> None:
+    """The lowest hashes are held out, and FILE:N takes the lowest: those come first in it."""
+    kept = sum(map(held_out, prompts))
+    learnt = "" if kept < len(prompts) else ": none is trained on, give more rows"
+    report(f"{source.path.name}: {kept} of {len(prompts)} rows are held out{learnt}")
 
 
 class _Maker:

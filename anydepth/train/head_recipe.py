@@ -68,8 +68,11 @@ class HeadRecipe:
             raise ValueError(f"temperature {self.temperature}, weights {self.weights}; allowed: above 0, and from 0")
         if self.save_dtype not in SAVED:
             raise unknown("save_dtype", self.save_dtype, SAVED)
-        if "shortlist" in self.kinds and self.shortlist > vocab:
-            raise ValueError(f"a shortlist of {self.shortlist} tokens; the vocabulary has {vocab}")
+        if "shortlist" in self.kinds and self.shortlist >= vocab:  # "any other" would be none
+            raise ValueError(
+                f"a shortlist of {self.shortlist} tokens; the vocabulary has {vocab}: give fewer, or heads of another "
+                f"kind"
+            )
         whole = {name: given * (len(self.exits) // len(given)) for name, given in each.items()}
         order = sorted(range(len(self.exits)), key=lambda e: self.exits[e])
         chosen: dict[str, Any] = {name: tuple(given[e] for e in order) for name, given in whole.items()}

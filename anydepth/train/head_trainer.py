@@ -216,7 +216,8 @@ class HeadTrainer:
         )
 
     def _identity(self) -> dict[str, Any]:
-        return {"data": self.data.hash, "model": self.checkpoint.model_hash, **self.recipe.as_json()}
+        learnt = {name: value for name, value in self.recipe.as_json().items() if name != "save_dtype"}
+        return {"data": self.data.hash, "model": self.checkpoint.model_hash, **learnt}
 
     def _pack(self, documents: Sequence[int]) -> Pack:
         return Pack.of(self.data, documents, mask_prompts=self.recipe.mask_prompts, device=self.model.device)

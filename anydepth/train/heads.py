@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from anydepth.models.heads_about import FILE
+from anydepth.models.heads_about import ABOUT, FILE, read_about
 from anydepth.models.llama import Llama
 from anydepth.models.load import DTYPES, Checkpoint
-from anydepth.record import write_atomically
+from anydepth.record import files_hash, write_atomically
 from anydepth.train.head_card import head_card
 from anydepth.train.head_log import Log
 from anydepth.train.head_recipe import HeadRecipe
@@ -24,7 +24,7 @@ from anydepth.train.head_trainer import HeadTrainer, Step
 from anydepth.train.parallel import Peers
 from anydepth.train.prepared import Prepared
 
-STATE = "state.pt"
+STATE, CARD = "state.pt", "README.md"
 _REPORT_EVERY = 10
 Peak = Callable[[Llama], float]  # FLOP/s of one process, measured now
 
@@ -43,7 +43,8 @@ def train_heads(
     report: Callable[[str], None] = print,
 ) -> Path:
     """Train heads and probes into the folder `out`, and return it: heads.safetensors, heads.json, README.md, and of the
-    run state.pt, steps.csv and evaluations.csv. With `resume` a state in `out` is continued.
+    run state.pt, steps.csv and evaluations.csv. With `resume` a state in `out` is continued; a finished one is stored
+    anew if it lies there with another `save_dtype`.
 
     `peak` measures what this machine can do; with it every step's bound (FLOPs / peak) stands beside its time.
     `command` and `licence` go into the card. ValueError: a model that is not layered, a recipe that does not fit it, a
@@ -59,7 +60,7 @@ def train_heads(
     if (out / STATE).exists():
         trainer.load(out / STATE)
         report(f"going on from step {trainer.progress.step} of {recipe.steps}")
-    if trainer.progress.step >= recipe.steps and (out / FILE).exists():
+    if trainer.progress.step >= recipe.steps and _finished(out, recipe):
         report(f"{out} holds the finished heads already")
         return out
     run = _Run(out, trainer, peak, report) if peers.rank == 0 else None
@@ -108,7 +109,16 @@ def _export(
         numbers=sum(tensor.numel() for tensor in trainer.parameters),
         file=out / FILE,
     )
-    write_atomically(out / "README.md", card.encode())
+    write_atomically(out / CARD, card.encode())
+
+
+def _finished(out: Path, recipe: HeadRecipe) -> bool:
+    """Whether the folder holds all that `_export` writes, in this `save_dtype`: it may have been killed, too."""
+    if not all((out / name).is_file() for name in (FILE, ABOUT, CARD)):
+        return False
+    about = read_about(out)
+    stored = about.get("training", {}).get("recipe", {}).get("save_dtype")
+    return bool(stored == recipe.save_dtype and about["sha256"] == files_hash([out / FILE]))
 
 
 class _Run:

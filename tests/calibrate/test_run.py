@@ -28,6 +28,7 @@ from anydepth.certificate import Certificate
 from anydepth.cli import app
 from anydepth.exits.base import known_profiles
 from anydepth.exits.load import load_policy
+from anydepth.models.heads import Head
 from anydepth.profile import Exit, Profile
 from anydepth.record import files_hash
 from anydepth.train.head_data import Source
@@ -186,6 +187,16 @@ def test_an_answer_of_one_token_has_no_rows_and_no_loss(llm, answers, lax):
     assert engine_losses(engine_scores(llm, short, lax, "probe", fill="full", report=quiet))[0] == 0
     with pytest.raises(ValueError, match="no answer has a second token"):
         gather(llm.checkpoint.model, short[:1], report=quiet)
+
+
+def test_a_shortlist_of_one_token_has_an_endless_margin(llm, answers, monkeypatch):
+    model = llm.checkpoint.model
+    head = model.heads[1]
+    one = {"norm": head.tensors["norm"], "table": head.tensors["table"][:, -2:], "ids": head.tensors["ids"][-1:]}
+    monkeypatch.setitem(model.heads, 1, Head("shortlist", one))
+    found = gather(model, answers[:5], report=quiet)
+    assert np.isinf(found.margin_RE[:, 0]).all() and (found.entropy_RE[:, 0] == 0).all()
+    assert np.isfinite(found.margin_RE[:, 1:]).all()
 
 
 def test_packs_and_chunks_change_nothing(llm, answers, monkeypatch):
@@ -385,6 +396,8 @@ def test_few_prompts_give_profiles_but_no_certificate(folder, tmp_path):
         ({"data": ()}, "no prompts were given"),
         ({"epsilon": 0}, "epsilon is 0; allowed"),
         ({"limit": 0}, "limit is 0; allowed"),
+        ({"levels": (0.9, 95.0)}, "level is 95.0; allowed: shares"),
+        ({"levels": ()}, "give one or more agreements"),
     ],
 )
 def test_jobs_that_cannot_be_done(folder, changes, message):
@@ -407,6 +420,13 @@ def test_the_command(folder, probes, tmp_path, capsys):
     assert [*installed.parent.iterdir()] == [installed]
     assert installed.read_bytes() == (tmp_path / "out/profiles/probe-0.5.toml").read_bytes()
     assert LLM(folder, heads=tmp_path / "heads", profile="probe-0.5").generate("a", Sampling(exit_policy="probe"))
+    shutil.copytree(folder / "few", tmp_path / "heads/answers")
+    into = [*options[:6], "--data", folder / "few.jsonl", "--answer-tokens", 9, "--out", tmp_path / "heads"]
+    run("calibrate", *into, "--level", 0.5, "--install")  # where they are made already
+    assert installed.read_bytes() == (tmp_path / "out/profiles/probe-0.5.toml").read_bytes()
+    run("calibrate", *options[:-1], tmp_path / "a new one", "--check", installed)
+    assert (tmp_path / "a new one/check-probe-0.5.json").is_file()
+    capsys.readouterr()
     run("calibrate", *options, "--check", installed)
     assert "after layer  asked  left  agrees" in capsys.readouterr().out
     checked = json.loads((tmp_path / "out/check-probe-0.5.json").read_text())
@@ -419,7 +439,7 @@ def test_check_refuses_a_profile_of_other_heads(folder, tmp_path):
         check_profile(
             job(folder, data="few.jsonl"), tmp_path / "p.toml", tmp_path, answers=folder / "few", report=quiet
         )
-    (tmp_path / "p.toml").write_text("[[exit]]\nlayer = 1\nlogit = 0.5\n")
+    (tmp_path / "p.toml").write_text("[[exit]]\nlayer = 1\nlogit = 0.5\nmargin = 0\nentropy = 9\n")
     with pytest.raises(ValueError, match=r"p\.toml has no exit with probe, which policy 'probe' needs"):
         check_profile(
             job(folder, data="few.jsonl"), tmp_path / "p.toml", tmp_path, answers=folder / "few", report=quiet
@@ -432,7 +452,11 @@ def test_check_refuses_a_profile_of_other_heads(folder, tmp_path):
         (["--heads", "h", "--policy", "probe", "--split", "train"], "--split is for a task's questions"),
         (["--heads", "h", "--policy", "probe", "--set", "a=1", "--loss", "lost"], "--set, --loss is for a task's"),
         (["--heads", "h"], "no policy was given"),
-        (["--heads", "h", "--policy", "probe", "--check", "p.toml", "--install"], "--check reports on a profile"),
+        (["--heads", "h", "--policy", "probe", "--check", "p.toml", "--install"], "--install is for fitting profiles"),
+        (
+            ["--heads", "h", "--policy", "probe", "--check", "p", "--fill", "project", "--eps", "0.1"],
+            "--fill, --eps is",
+        ),
         (["--level", "0.9", "--eps", "0.1"], "--level is for fitting profiles"),
         (["--fill", "full", "--eps", "0.1"], "--fill is for fitting profiles"),
         ([], "a task's certificate needs --eps"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import defaultdict
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,9 @@ from anydepth.models.nano.questions import questions
 from anydepth.ops.invariant import Block, RowBlocks
 from anydepth.ops.linear import LARGE
 from anydepth.types import Sampling
+from tests.eval.made_heads import write_heads
 from tests.helpers import assert_lone_runs, drain, poison, twins
+from tests.random_nano import write_random_nano
 
 BATCHES = (1, 2, 3, 4, 8, 16, 17, 33)
 BUDGETS = (3, 13, 64, 100, 512)  # of prompt tokens a turn
@@ -324,3 +327,28 @@ def test_signals_preemption_and_shared_prompts_change_no_bit(options):
     assert got == nano_answers()[1]
     assert (llm.stats()["preempted"] > 0) == ("kv_pages" in options)
     assert (llm.stats()["prefix_tokens"] > 100) == ("rounds" in options)
+
+
+@pytest.mark.parametrize("policy", ["confidence", "probe"])
+def test_exit_heads_and_projected_keys_change_no_bit(tmp_path, policy):
+    """Shortlists that decline, several exits, and K/V that are made of the states that were read."""
+    model = write_random_nano(tmp_path / "model", kind="layered")
+    heads = write_heads(tmp_path / "heads", model, kind="shortlist")
+    llm = LLM(model, heads=heads, profile="careful", fill="project", batch_invariant=True)
+    sampling = Sampling(exit_policy=policy, max_tokens=16, ignore_eos=True, logprobs="raw")
+    prompts = [[3 + i % 7, 5, 9, 11][: 1 + i % 4] + [4] * (i % 5) for i in range(10)]
+    together = llm.generate(prompts, sampling)
+    alone = [llm.generate([prompt], sampling)[0] for prompt in prompts]
+    assert len({depth for output in together for depth in output.depths}) == 3
+    assert [(o.token_ids, o.depths, o.logprobs) for o in together] == [
+        (o.token_ids, o.depths, o.logprobs) for o in alone
+    ]
+
+
+def test_every_depth_has_its_readout_measured(monkeypatch):
+    """Rows of the last readout that have other bits in other counts are run one at a time."""
+    model = twins("layered", dtype=torch.float32, segments=[1, 2, 4])[0]
+    readout = model.readout
+    model.shape = replace(model.shape, headed=frozenset({1}))
+    monkeypatch.setattr(model, "readout", lambda k, h: readout(k, h) + (k > 1) * 1e-3 * torch.arange(len(h))[:, None])
+    assert Invariant(model).counts["readout"] == (1,)

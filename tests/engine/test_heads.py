@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -9,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from anydepth import LLM
 from anydepth.engine.engine import Engine
 from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
+from anydepth.models.heads_about import ABOUT, FILE, read_about
 from anydepth.profile import Exit, Profile
+from anydepth.record import files_hash
 from anydepth.types import Sampling
 from tests.helpers import Watch, drain, poison, twins
 from tests.random_nano import write_random_nano
@@ -192,6 +196,20 @@ def test_an_idle_test_is_told_from_one_that_decides():
     assert stats["stayed"] > 0 and stats["stayed_by_margin"] > 0 and stats["stayed_by_entropy"] == 0
 
 
+@pytest.mark.parametrize("signals", ["sync", "exact"])
+def test_a_token_that_has_left_is_tallied_no_more(signals):
+    """Under `full` it is asked on to R, and counts as under `deferred`."""
+    stats = []
+    for fill in ("full", "deferred"):
+        model, _, _ = with_heads("shortlist")
+        engine = Engine(model, fill=fill, signals=signals, profiles=[PROFILE])
+        ask = Sampling(max_tokens=12, exit_policy="confidence", temperature=1.0, ignore_eos=True)
+        outputs = drain(engine, [engine.prepare([n, 7, 9], ask, seed=n) for n in range(6)])
+        stats.append({name: count for name, count in engine.stats().items() if name.startswith("stayed")})
+    assert {1, 2} <= {depth for output in outputs.values() for depth in output.depths}
+    assert stats[0] == stats[1] and stats[0]["stayed"] > 0
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_come_back_from_their_folder(kind, tmp_path):
     model, _, heads = with_heads(kind)
@@ -214,6 +232,40 @@ def test_heads_come_back_from_their_folder(kind, tmp_path):
         load_heads(tmp_path / "nowhere", model_hash="m", **options)
 
 
+BROKEN = [
+    (
+        {"exit.1.probe.weight": torch.full((32,), torch.nan)},
+        {},
+        "the probe after layer 1 has numbers that are not finite",
+    ),
+    ({"exit.1.probe.bias": None}, {}, "the probe after layer 1 lacks its bias"),
+    ({}, {"3": None}, "the exit after layer 3 has neither a head nor a probe"),
+]
+
+
+@pytest.mark.parametrize("tensors, exits, message", BROKEN)
+def test_probes_that_are_not_whole_are_refused(tensors, exits, message, tmp_path):
+    model, _, heads = with_heads("norm")
+    heads.save(tmp_path)
+    changed = {name: t for name, t in (load_file(tmp_path / FILE) | tensors).items() if t is not None}
+    save_file(changed, tmp_path / FILE)
+    about = read_about(tmp_path)
+    about = {**about, "exits": about["exits"] | exits, "sha256": files_hash([tmp_path / FILE])}
+    (tmp_path / ABOUT).write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=message):
+        load_heads(tmp_path, model_hash="m", shape=model.shape, unembedding_dV=model.head, dtype=torch.float64)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_not_saved(tmp_path):
+    _, _, heads = with_heads("norm")
+    probes = heads.probes | {2: Probe(torch.full((32,), 1e6), torch.zeros(1))}
+    heads = replace(heads, probes=probes)
+    with pytest.raises(ValueError, match=r"exit\.2\.probe\.weight has numbers that are not finite in float16"):
+        heads.save(tmp_path / "heads", torch.float16)
+    assert not (tmp_path / "heads").exists()
+    assert heads.save(tmp_path / "heads", torch.bfloat16)
+
+
 REFUSED = [
     ({"exit_policy": "confidence", "profile": "nobody"}, "loaded: \\['p'\\]"),
     ({"exit_policy": "gate_cdf", "profile": "p"}, "exit_policy 'gate_cdf' does not read"),
@@ -226,6 +278,14 @@ def test_a_profile_that_cannot_be_used_is_refused(settings, message):
     model, _, _ = with_heads("norm")
     with pytest.raises(ValueError, match=message):
         Engine(model, profiles=[PROFILE]).prepare([1, 2], Sampling(**settings))
+
+
+def test_a_profile_that_nobody_named_is_named_where_it_does_not_fit():
+    model, _, _ = with_heads("norm")
+    for policy, exit in (("confidence", Exit(layer=1, probe=0.5)), ("probe", Exit(layer=4, probe=0.5))):
+        engine = Engine(model, profiles=[Profile(name="only", exits=(exit,))])
+        with pytest.raises(ValueError, match="profile 'only' "):
+            engine.prepare([1, 2], Sampling(exit_policy=policy))
 
 
 def test_a_profile_of_exits_that_are_none_is_refused():
@@ -250,6 +310,10 @@ BAD = [
     ("[[exit]]\nlayer = 4\nlogits = 3\n", "did you mean 'logit'"),
     ("[[exit]]\nlayer = 4\nprobe = 1.5\n", "probabilities"),
     ("gate_temperature = 0\n[[exit]]\nlayer = 4\n", "numbers above 0"),
+    ("[[exit]]\nprobe = 0.5\n", "an exit is \\{'probe': 0.5\\}; write it as"),
+    ("exit = [1]\n", "an exit is 1; write it as"),
+    ("name = 3\n[[exit]]\nlayer = 4\n", "name is 3; allowed: texts"),
+    ("[[exit]]\nlayer = 4\nlogit = 1\nmargin = 1\n", "the exit after layer 4 has not all of logit, margin, entropy"),
     ("[[exit]]\nlayer = 4\n[[exit]]\nlayer = 4\n", "two \\[\\[exit\\]\\]"),
 ]
 

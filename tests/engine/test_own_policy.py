@@ -87,3 +87,15 @@ def test_tallies_are_those_of_the_synchronous_engine(signals, lateness, fill):
         assert {output.finish_reason for output in drain(engine, prepared).values()} == {"stop"}
         counted.append(engine.stats()["rounds_asked"])
     assert counted[0] == counted[1] > 12
+
+
+@pytest.mark.parametrize(("signals", "lateness"), [mode for mode in MODES if mode[0] != "delayed"])
+def test_what_is_tallied_ends_where_the_token_leaves(signals, lateness):
+    counted = []
+    for fill in ("full", "deferred" if signals != "resident" else "last_exited"):
+        engine = Engine(twins(seed=1)[0], fill=fill, signals=signals, lateness=lateness)
+        ask = Sampling(max_tokens=2, exit_policy="tests.exits.own:Positive", max_depth=3, temperature=1.0)
+        outputs = drain(engine, [engine.prepare([1, 2, 3 + n], ask, seed=n) for n in range(12)])
+        counted.append(engine.stats()["rounds_asked"])
+        assert 1 in {depth for output in outputs.values() for depth in output.depths}
+    assert counted[0] == counted[1] > 0  # of one decode token each, the same under every fill

@@ -25,7 +25,9 @@ def test_profiles_are_certified_on_a_task(tmp_path):
     (tmp_path / "single.py").write_text(TASK.replace("max_tokens = 16", "max_tokens = 3"))
     (tmp_path / "single.json").write_text(json.dumps(content))
     words = ["calibrate", "--model", model, "--task", tmp_path / "single.py", "--heads", heads, "--policy", "probe"]
-    words += ["--set", "fill=full", "--profile", "careful", "--profile", heads / "profiles/eager.toml"]
+    eager = tmp_path / "other.toml"
+    eager.write_text('name = "eager"\n' + (heads / "profiles/eager.toml").read_text())
+    words += ["--set", "fill=full", "--profile", "careful", "--profile", eager]
     words += ["--eps", 0.1, "--loss", "lost", "--out", tmp_path / "out"]
     app(list(map(str, words)), standalone_mode=False)
     certificate = Certificate.read(tmp_path / "out/certificate.json")

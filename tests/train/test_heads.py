@@ -433,6 +433,16 @@ def test_prompts_are_held_out_with_all_their_documents(folder, data) -> None:
     assert 0.09 < share < 0.11
 
 
+def test_a_source_of_which_nothing_is_trained_on_is_told(tmp_path, folder, checkpoint) -> None:
+    rows = [f"prompt {i}" for i in range(60)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"prompt": row, "response": "a"}) + "\n" for row in rows))
+    out, told = sum(map(held_out, rows)), []
+    sources = [Source(path=tmp_path / "many.jsonl"), Source(path=tmp_path / "many.jsonl", rows=out)]
+    prepare(tmp_path / "data", sources, checkpoint, report=told.append)
+    assert told[0] == f"many.jsonl: {out} of 60 rows are held out" and 1 < out < 30
+    assert told[1] == f"many.jsonl: {out} of {out} rows are held out: none is trained on, give more rows"
+
+
 def test_every_epoch_has_every_document_once_in_an_order_of_its_own(data) -> None:
     order, again = Order(data, tokens=60, seed=3), Order(data, tokens=60, seed=3)
     epochs, index = [], 0
@@ -490,6 +500,7 @@ def test_data_of_another_vocabulary_is_refused(tmp_path, folder, checkpoint, dat
         ({"kinds": ("norm",) * 3}, "3 kinds for 2 exits"),
         ({"kinds": ("big",)}, "allowed: norm, low_rank, shortlist"),
         ({"kinds": ("shortlist",), "shortlist": 99}, "the vocabulary has 16"),
+        ({"kinds": ("shortlist",), "shortlist": 16}, "the vocabulary has 16: give fewer"),
         ({"save_dtype": "float8"}, "unknown save_dtype .float8."),
         ({"temperature": 0.0}, "temperature 0.0"),
         ({"lr": math.nan}, "lr is nan"),
@@ -509,6 +520,21 @@ def test_exits_and_other_runs(tmp_path, checkpoint, data) -> None:
         train_heads(tmp_path, checkpoint, data, replace(RECIPE, seed=1), report=quiet)
     with pytest.raises(ValueError, match="is no layered model"):
         HeadTrainer(load_checkpoint("nano"), data, RECIPE, Peers(rank=0, count=1))
+
+
+def test_finished_heads_that_are_not_whole_or_of_another_dtype_are_stored_anew(tmp_path, checkpoint, data) -> None:
+    train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
+    made = [(tmp_path / name).read_bytes() for name in ("heads.safetensors", "heads.json", "README.md")]
+    for name in ("heads.json", "README.md"):  # killed between two files
+        (tmp_path / name).unlink()
+        train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
+        assert [(tmp_path / name).read_bytes() for name in ("heads.safetensors", "heads.json", "README.md")] == made
+    train_heads(tmp_path, checkpoint, data, replace(RECIPE, save_dtype="bfloat16"), report=quiet)
+    assert (tmp_path / "heads.safetensors").stat().st_size < len(made[0])
+    assert "bfloat16" in (tmp_path / "heads.json").read_text() and len(heads_of(tmp_path, checkpoint).heads) == 2
+    told = []
+    train_heads(tmp_path, checkpoint, data, replace(RECIPE, save_dtype="bfloat16"), report=told.append)
+    assert told[-1].endswith("holds the finished heads already")
 
 
 def test_auc_counts_ties_half() -> None:
