@@ -31,8 +31,8 @@ held-out documents of the data below, after {evaluated}, {rounded}.
 
 Seed {seed}. Knowledge distillation from the model at full depth: forward KL at temperature {temperature:g}{ce}; probes
 by logistic regression on whether the exit's likeliest token is full depth's. {steps:,} steps, {answers:,} answer
-tokens, {minutes:.0f} minutes. Packages: {packages}. A killed run goes on to the same numbers; another CPU or another
-torch may round differently.
+tokens, {minutes:.0f} minutes. Packages: {packages}, {made_by}.
+A killed run goes on to the same numbers; another CPU or another torch may round differently.
 
 ## Data
 {sources}
@@ -96,6 +96,7 @@ def head_card(
         answers=made["answer_tokens"],
         minutes=made["minutes"],
         packages=", ".join(f"{name} {version}" for name, version in made["packages"].items()),
+        made_by=_made_by(made.get("made_by") or {}),
         sources="\n".join(_source(source) for source in data["sources"]),
         data_hash=data["hash"][:16],
         licence=about.get("licence", ""),
@@ -126,3 +127,10 @@ def _source(source: Mapping[str, Any]) -> str:
     rows = "all rows" if source["rows"] is None else f"{source['rows']:,} rows by hash ranking"
     whose = "the model's own greedy answers" if source["own_answers"] else "its responses"
     return f"- `{source['path']}` (sha256 {source['sha256'][:16]}), {rows}, {whose}"
+
+
+def _made_by(source: Mapping[str, Any]) -> str:
+    version = f"anydepth {source.get('version', '')}".rstrip()
+    if not source.get("commit"):
+        return version
+    return f"{version} at commit {source['commit'][:12]}{' with changes' if source['dirty'] else ''}"

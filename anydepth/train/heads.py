@@ -16,6 +16,7 @@ from typing import Any
 from anydepth.models.heads_about import ABOUT, FILE, read_about
 from anydepth.models.llama import Llama
 from anydepth.models.load import DTYPES, Checkpoint
+from anydepth.provenance import source
 from anydepth.record import files_hash, write_atomically
 from anydepth.train.head_card import head_card
 from anydepth.train.head_log import Log
@@ -96,6 +97,7 @@ def _export(
             "minutes": round(now.seconds / 60, 1),
             "held_out_documents": min(len(data.documents(held_out=True)), trainer.recipe.evaluate_documents),
             "packages": packages,
+            "made_by": source(),
             "evaluated_as": trainer.recipe.save_dtype,
             "evaluation": list(evaluation),
         },
