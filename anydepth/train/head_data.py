@@ -114,7 +114,6 @@ def prepare(
 
 
 def _report_held_out(source: Source, prompts: Sequence[str], report: Callable[[str], None]) -> None:
-    """The lowest hashes are held out, and FILE:N takes the lowest: those come first in it."""
     kept = sum(map(held_out, prompts))
     learnt = "" if kept < len(prompts) else ": none is trained on, give more rows"
     report(f"{source.path.name}: {kept} of {len(prompts)} rows are held out{learnt}")

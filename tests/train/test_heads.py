@@ -433,14 +433,19 @@ def test_prompts_are_held_out_with_all_their_documents(folder, data) -> None:
     assert 0.09 < share < 0.11
 
 
-def test_a_source_of_which_nothing_is_trained_on_is_told(tmp_path, folder, checkpoint) -> None:
-    rows = [f"prompt {i}" for i in range(60)]
-    (tmp_path / "many.jsonl").write_text("".join(json.dumps({"prompt": row, "response": "a"}) + "\n" for row in rows))
-    out, told = sum(map(held_out, rows)), []
-    sources = [Source(path=tmp_path / "many.jsonl"), Source(path=tmp_path / "many.jsonl", rows=out)]
+def test_what_is_held_out_of_a_source_is_told_and_a_small_part_is_no_exception(tmp_path, folder, checkpoint) -> None:
+    """The rows of FILE:N are not those with the lowest hash, which are held out."""
+    rows = [f"prompt {i}" for i in range(600)]
+    path, alone = tmp_path / "many.jsonl", next(row for row in rows if held_out(row))
+    path.write_text("".join(json.dumps({"prompt": row, "response": "a"}) + "\n" for row in rows))
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": alone, "response": "a"}) + "\n")
+    told: list[str] = []
+    sources = [Source(path=path), Source(path=path, rows=60), Source(path=tmp_path / "one.jsonl")]
     prepare(tmp_path / "data", sources, checkpoint, report=told.append)
-    assert told[0] == f"many.jsonl: {out} of 60 rows are held out" and 1 < out < 30
-    assert told[1] == f"many.jsonl: {out} of {out} rows are held out: none is trained on, give more rows"
+    whole, part = (int(line.split()[1]) for line in told[:2])
+    assert whole == sum(map(held_out, rows)) and 30 < whole < 90 and 1 <= part < 20
+    assert told[0] == f"many.jsonl: {whole} of 600 rows are held out"
+    assert told[2] == "one.jsonl: 1 of 1 rows are held out: none is trained on, give more rows"
 
 
 def test_every_epoch_has_every_document_once_in_an_order_of_its_own(data) -> None:
