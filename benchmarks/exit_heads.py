@@ -269,6 +269,10 @@ What the screen says:
   from, answers miss their stop and run into the cap (59 tokens at full depth, 101 to 120 under the laxer profiles). A
   profile is worth what its prompts were like.
 - The model is near chance on MMLU and at zero on GSM8K, so those scores cannot show what is lost; agreement does.
+
+What the full stage says so far: on IFEval both chosen cells lose (p 0.002 and 0.009), 3.5 to 3.7 points of 17.9, which
+the screen's hundred questions could not show; on MMLU none is shown. The confidence arm was paused twice while it ran
+on IFEval and MMLU: its longest latencies are of the pause. `bench` has one answer at a time and 48 new tokens as yet.
 """
 
 
