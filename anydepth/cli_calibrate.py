@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anydepth.cli_options import AsJson, Model, finish, read_fields
+from anydepth.cli_options import AsJson, Model, finish, passed, read_fields
 
 app = typer.Typer()
 
@@ -60,9 +60,7 @@ def calibrate(
     Of exit heads, whose profiles are fitted first: anydepth calibrate --model M --heads H --policy probe --data
     prompts.jsonl --out calibrated
     """
-    given = [
-        name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    ]
+    given = [*passed(context)]
     if heads is not None and not {"task", "profile"} & {*given}:
         _refuse(given, (*_OF_A_TASK, "concurrency"), "is for a task's questions, not for --heads; leave one out")
         if check is not None:

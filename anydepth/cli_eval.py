@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anydepth.cli_options import AsJson, Model, finish, read_fields
+from anydepth.cli_options import AsJson, Model, finish, passed, read_fields
 
 app = typer.Typer()
 
@@ -184,8 +184,7 @@ def lm_eval(context: typer.Context) -> None:
 
 def _refuse_beside_a_file(context: typer.Context, *names: str) -> None:
     """ValueError for options that the study's file decides: they would change nothing."""
-    given = [f"--{name}" for name in names if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
-    if given:
+    if given := [f"--{name}" for name in names if name in passed(context)]:
         raise ValueError(f"{', '.join(given)} stands beside the study's file, which says that itself; give one of them")
 
 

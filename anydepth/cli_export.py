@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from anydepth.cli_options import AsJson, finish
+from anydepth.cli_options import AsJson, finish, passed
 
 app = typer.Typer()
 
@@ -40,7 +40,7 @@ def export(
 
     anydepth export nano nano-hf; anydepth export --segments manifest.toml parts; anydepth export --heads heads out
     """
-    given = [n for n in context.params if getattr(context.get_parameter_source(n), "name", "") == "COMMANDLINE"]
+    given = passed(context)
     if segments is not None and heads is not None:
         raise ValueError("--segments and --heads are two exports; give one of them (--manifest goes with --heads)")
     other = segments is not None or heads is not None

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from anydepth.certificate import EXIT_SETTINGS
 from anydepth.profile import Profile, profile_path
 from anydepth.types import Sampling
 
@@ -69,15 +70,6 @@ BatchInvariant = Annotated[
 ]
 
 POLICY_FIELDS = ("exit_policy", "exit_threshold", "depth", "interval", "trace")  # that name or imply a policy
-EXIT_FIELDS = (
-    "exit_policy",
-    "exit_threshold",
-    "min_depth",
-    "max_depth",
-    "depth",
-    "interval",
-    "shallow_depth",
-)
 
 LLM_OPTIONS = (
     "fill",
@@ -105,7 +97,7 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
     """The Sampling that a command's options mean."""
     given = {field.name: params[field.name] for field in fields(Sampling) if field.name in params}
     if params.get("force_final_exit"):
-        beside = [name for name in EXIT_FIELDS if given.get(name) not in (None, getattr(Sampling(), name))]
+        beside = [name for name in EXIT_SETTINGS if given.get(name) not in (None, getattr(Sampling(), name))]
         if beside:
             said = ", ".join(f"--{name.replace('_', '-')}" for name in beside)
             raise ValueError(f"--force-final-exit runs every token at full depth, and {said} says another: give one")

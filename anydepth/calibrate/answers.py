@@ -7,12 +7,11 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from anydepth.calibrate.lines import whole_lines
 from anydepth.calibrate.prompts import prompt_id
 from anydepth.engine.llm import LLM
-from anydepth.record import write_atomically
+from anydepth.train.head_data import keep_plan, prompt_ids
 from anydepth.types import Sampling
 
 PLAN, LINES, VERSION = "answers.json", "answers.jsonl", 1
@@ -52,12 +51,9 @@ def full_depth_answers(
         "dtype": str(llm.checkpoint.model.dtype).removeprefix("torch."),
         "answer_tokens": tokens,
     }
-    _begin(folder, plan)
+    keep_plan(folder / PLAN, plan, what="answers")
     made = _read(folder / LINES)
-    ids = dict[str, list[int]]()
-    for prompt in prompts:
-        given = [{"role": "user", "content": prompt}]
-        ids[prompt_id(prompt)] = words.chat(given) if words.chat_template else words.encode(prompt)
+    ids = {prompt_id(prompt): prompt_ids(words, prompt) for prompt in prompts}
     room = llm.checkpoint.model.shape.max_positions - 1
     long = [id for id, given in ids.items() if not 0 < len(given) < room]
     left = [id for id in ids if id not in made and id not in long]
@@ -65,6 +61,7 @@ def full_depth_answers(
         report(f"{len(long)} prompts are too long for an answer and are left out")
     requests = llm.prepare([ids[id] for id in left], Sampling(max_tokens=tokens)) if left else []
     names = dict(zip((request.id for request in requests), left, strict=True))
+    done = sum(id in made for id in ids)
     with (folder / LINES).open("a", encoding="utf-8") as file:
         for chunk in llm.run(requests):
             if chunk.output is None:
@@ -73,7 +70,7 @@ def full_depth_answers(
             made[answer.id] = answer
             file.write(json.dumps(vars(answer)) + "\n")
             file.flush()
-            done = sum(id in made for id in ids)
+            done += 1
             if done % _REPORT_EVERY == 0 or done + len(long) == len(ids):
                 report(f"{done} of {len(ids) - len(long)} answers")
     return [made[id] for id in ids if id in made]
@@ -83,16 +80,6 @@ def answers_hash(answers: Sequence[Answer]) -> str:
     """sha256 (hex) of answers, whatever their order."""
     lines = sorted(json.dumps(vars(answer)) for answer in answers)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _begin(folder: Path, plan: dict[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / PLAN
-    if not path.exists():
-        write_atomically(path, json.dumps(plan, indent=1).encode() + b"\n")
-    elif (there := json.loads(path.read_bytes())) != plan:
-        changed = ", ".join(key for key in plan if there.get(key) != plan[key])
-        raise ValueError(f"{folder} holds answers of another {changed}; give another folder, or remove it")
 
 
 def _read(path: Path) -> dict[str, Answer]:

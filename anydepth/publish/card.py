@@ -56,7 +56,7 @@ def _load(base: str, profiles: Sequence[Profile], certificate: Certificate | Non
         return f"    llm = LLM({', '.join(options)})\n    llm.generate(prompt)"
     if not profiles:
         return f"    LLM({', '.join(options)})"
-    policy = "confidence" if any(exit.has_confidence for exit in profiles[0].exits) else "probe"
+    policy = next(iter(profiles[0].policies), "probe")
     options.append(f'profile="{profiles[0].name}"')
     return f'    llm = LLM({", ".join(options)})\n    llm.generate(prompt, Sampling(exit_policy="{policy}"))'
 

@@ -145,7 +145,7 @@ def _profiles(folder: Path, names: Sequence[str | Path], heads: _Heads) -> dict[
             raise ValueError(f"{path} asks a probe after layers {no_probe}, where the heads have none")
         if profile.name in found:
             raise ValueError(f"{found[profile.name][1]} and {path} are both named {profile.name!r}; give one of them")
-        if not isinstance(profile.name, str) or not _FILE_NAME.fullmatch(profile.name):
+        if not _FILE_NAME.fullmatch(profile.name):
             raise ValueError(
                 f"{path}: name is {profile.name!r}; to be a file's it must have no slash and no leading dot"
             )

@@ -100,8 +100,7 @@ def head_card(
         sources="\n".join(_source(source) for source in data["sources"]),
         data_hash=data["hash"][:16],
         licence=about.get("licence", ""),
-        **{key: data[key] for key in ("documents", "tokens", "answer_tokens", "cut", "left_out", "max_tokens")}
-        | {"answer_tokens": data["answer_tokens"]},
+        **{key: data[key] for key in ("documents", "tokens", "answer_tokens", "cut", "left_out", "max_tokens")},
     )
 
 

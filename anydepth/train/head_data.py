@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from anydepth.models.load import Checkpoint
+from anydepth.models.tokenizer import Tokenizer
 from anydepth.record import files_hash, write_atomically
 from anydepth.train.prepared import MANIFEST, VERSION, Prepared, held_out, load_prepared, prompt_number
 
@@ -99,7 +100,7 @@ def prepare(
     if sources:
         rows = [source.read() for source in sources]
         plan = _plan(sources, checkpoint, max_tokens, answer_tokens)
-        _begin(folder, plan)
+        keep_plan(folder / PLAN, plan, what="data")
         maker = _Maker(checkpoint, max_tokens, answer)
         for source, found in zip(sources, rows, strict=True):
             _report_held_out(source, [prompt for prompt, _ in found], report)
@@ -133,18 +134,12 @@ class _Maker:
         if self.words.chat_template:
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
             whole = self.words.chat(messages, add_generation_prompt=False)
-            written = [id for id in whole[len(self.prompt("a")) :] if id in eos_ids]
+            written = [id for id in whole[len(prompt_ids(self.words, "a")) :] if id in eos_ids]
         return (written or sorted(eos_ids))[:1]
-
-    def prompt(self, text: str) -> list[int]:
-        """Up to where the answer begins."""
-        if self.words.chat_template:
-            return self.words.chat([{"role": "user", "content": text}])
-        return self.words.encode(text)
 
     def documents(self, rows: Sequence[tuple[str, str]], *, own: bool) -> dict[str, Tensor]:
         """A shard, with how many rows were cut or left out."""
-        prompts = [self.prompt(prompt) for prompt, _ in rows]
+        prompts = [prompt_ids(self.words, prompt) for prompt, _ in rows]
         fit = [len(prompt) < self.max_tokens for prompt in prompts]
         if own:
             if self.answer is None:
@@ -182,14 +177,19 @@ def _plan(sources: Sequence[Source], checkpoint: Checkpoint, max_tokens: int, an
     }
 
 
-def _begin(folder: Path, plan: Mapping[str, Any]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / PLAN
+def keep_plan(path: Path, plan: Mapping[str, Any], *, what: str) -> None:
+    """Write down what a folder will hold, `what`, before it does; ValueError where another plan is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         write_atomically(path, json.dumps(plan, indent=1).encode() + b"\n")
     elif (there := json.loads(path.read_bytes())) != plan:
-        changed = [key for key in plan if there.get(key) != plan[key]]
-        raise ValueError(f"{folder} holds data of another {', '.join(changed)}; give another folder, or remove it")
+        changed = ", ".join(key for key in plan if there.get(key) != plan[key])
+        raise ValueError(f"{path.parent} holds {what} of another {changed}; give another folder, or remove it")
+
+
+def prompt_ids(words: Tokenizer, prompt: str) -> list[int]:
+    """Up to where the answer begins: through the chat template, if there is one."""
+    return words.chat([{"role": "user", "content": prompt}]) if words.chat_template else words.encode(prompt)
 
 
 def _shards(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anydepth.certificate import EXIT_SETTINGS
 from anydepth.engine.text import TextStream
 from anydepth.eval.backends.base import Ask, Reply
 from anydepth.eval.backends.checkpoint import CheckpointBackend
@@ -21,16 +22,7 @@ from anydepth.reference import FILLS, Model, Result, generate, make_policy, scor
 from anydepth.types import Output, Sampling, Score, Usage
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-POLICY_FIELDS = (
-    "exit_policy",
-    "exit_threshold",
-    "min_depth",
-    "max_depth",
-    "depth",
-    "interval",
-    "shallow_depth",
-    "trace",
-)
+POLICY_FIELDS = tuple(name for name in EXIT_SETTINGS if name != "profile")
 
 
 class ReferenceBackend(CheckpointBackend):
