@@ -20,8 +20,9 @@ class Scheduler:
     """Continuous batching by depth over `slots` slots and one page pool. `host_pages` is how many pages of preempted
     requests host memory may hold.
 
-    With `layered` a turn is one segment: the one whose oldest row has been ready longest, so that no ready row waits
-    more than R turns.
+    With `layered` a turn is one segment, which reads that segment's weights for whoever stands there: the deepest where
+    a row is ready, so that rows which left early wait at segment 1 for those that go on, and all enter together. A row
+    that has been ready for R turns goes first all the same, so none waits more than 2 R.
     """
 
     def __init__(
@@ -131,7 +132,9 @@ class Scheduler:
     def _plan(self, ready: list[Sequence], leaving: tuple[Leave, ...] = ()) -> Plan:
         segment = 1
         if self.layered and ready:
-            segment = min(ready, key=lambda s: s.ready_since).segment
+            oldest = min(ready, key=lambda s: s.ready_since)
+            overdue = self.turn - oldest.ready_since >= self.segments
+            segment = oldest.segment if overdue else max(s.segment for s in ready)
             ready = [s for s in ready if s.segment == segment]
         decode = self._decode_rows([s for s in ready if not s.prefilling])
         prefill = [self._prefill_row(s) for s in ready if s.prefilling]

@@ -180,8 +180,12 @@ FAULTS = {
         Scheduler, "_cut_chunks", "room, self.prefill_rows or room", "512", two_prompts_of_five
     ),
     "the deepest rows always go first": Fault(
-        Scheduler, "_plan", "key=lambda s: s.ready_since", "key=lambda s: s.depth",
-        partial(test_scheduler.test_no_ready_row_of_a_layered_model_waits_more_than_two_rounds, 4),
+        Scheduler, "_plan", "overdue = self.turn - oldest.ready_since >= self.segments", "overdue = False",
+        test_scheduler.test_rows_scattered_over_a_layered_model_do_not_wait_for_all_that_are_deeper,
+    ),
+    "rows that left early go ahead": Fault(
+        Scheduler, "_plan", "max(s.segment for s in ready)", "oldest.segment",
+        test_scheduler.test_rows_of_a_layered_model_enter_together_however_early_some_left,
     ),
     "small requests overtake large ones without end": Fault(
         Waiting, "take", "other.overtaken >= BYPASSES", "False",

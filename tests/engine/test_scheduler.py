@@ -173,6 +173,31 @@ def test_no_ready_row_of_a_layered_model_waits_more_than_two_rounds(segments):
         assert world.longest_wait <= 2 * segments
 
 
+def test_rows_of_a_layered_model_enter_together_however_early_some_left():
+    """Rows that have left wait at segment 1 for those that go deeper: six turns for everybody's next token, not six for
+    each group that would go its own way."""
+    world = World(Random(0), segments=6, slots=8, pages=Pages(200, 4), layered=True, max_batched_tokens=64, stops=False)
+    for n in range(8):
+        world.submit(str(n), prompt=3, max_tokens=40)
+    entered = [sum(row.depth == 1 for row in plan.rows) for plan in (world.turn() for _ in range(150))]
+    assert set(entered) == {0, 8}
+    assert world.longest_wait <= 5
+
+
+def test_rows_scattered_over_a_layered_model_do_not_wait_for_all_that_are_deeper():
+    """As preempted ones that come back may be: were the deepest always first, segment 1 of 8 could wait 28 turns."""
+    world = World(Random(0), segments=8, slots=8, pages=Pages(200, 4), layered=True, max_batched_tokens=64, stops=False)
+    for n in range(8):
+        world.submit(str(n), prompt=3, max_tokens=40)
+    while any(s.prefilling for s in world.scheduler.running.values()) or not world.scheduler.running:
+        world.turn()
+    for depth, sequence in enumerate(world.scheduler.running.values(), 1):
+        sequence.depth, sequence.planned = depth, 8
+    for _ in range(100):
+        world.turn()
+    assert 8 < world.longest_wait <= 16
+
+
 def test_a_large_request_is_overtaken_so_often_and_no_more():
     """It waits at the head for its pages; smaller ones that fit come in past it, until it has waited long enough."""
     world = World(Random(0), slots=3, pages=Pages(10, 4))
