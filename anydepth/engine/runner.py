@@ -74,7 +74,7 @@ class Runner:
         h_Nd = self.model.segment(plan.segment, self._carried(places_M, prefill), kv)
 
         h_Bd = self._tokens(decode, len(places_M), h_Nd)
-        asked = [i for i, row in enumerate(decode) if is_asked(row)]
+        asked = self._asked(decode, slots_B)
         decided = self._decide(decode, asked, slots_B, depth_B, h_Bd)
         if self.fill.runs_on:
             leaving = self._leave_full(decode, decided, slots_B, depth_B, h_Bd)
@@ -127,6 +127,15 @@ class Runner:
         parts = [self.slots.h_Wd.index_select(0, places_M)] if len(places_M) else []
         parts += self.slots.prompt_rows(prefill)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _asked(self, decode: tuple[Row, ...], slots_B: Tensor) -> list[int]:
+        """The rows whose policy has to say if they leave; where a head may have to be run for that, not those that left
+        before and run on."""
+        asked = [i for i, row in enumerate(decode) if is_asked(row)]
+        if self.model.shape.shared_weights or not (self.fill.runs_on and asked):
+            return asked
+        left = self.slots.kept_depth_S.index_select(0, slots_B).tolist()
+        return [i for i in asked if decode[i].depth == 1 or not left[i]]
 
     def _decide(
         self, decode: tuple[Row, ...], asked: list[int], slots_B: Tensor, depth_B: Tensor, h_Bd: Tensor

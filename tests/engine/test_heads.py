@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -350,6 +351,29 @@ def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
         else:
             asked = range(settings.get("min_depth", 1), 3)
             assert inner == sum(k <= depth for depth in output.depths[1:] for k in asked)
+
+
+@pytest.mark.parametrize("policy", ["confidence", "probe"])
+def test_no_head_runs_after_the_exit_that_a_token_was_read_at(policy, monkeypatch):
+    """Also under `full`, where the token itself runs on, and among rows that have not left: each exit's head is asked as
+    often as under `deferred`, and run once more for what is read in the end."""
+    asked = dict[str, dict[int, int]]()
+    for fill in ("deferred", "full"):
+        model, _, _ = with_heads("shortlist")
+        rows, readout = Counter[int](), model.readout
+
+        def counted(k, h, rows=rows, readout=readout):
+            rows[k] += len(h)
+            return readout(k, h)
+
+        monkeypatch.setattr(model, "readout", counted)
+        engine = Engine(model, fill=fill, profiles=[PROFILE])
+        ask = Sampling(max_tokens=12, exit_policy=policy, ignore_eos=True)
+        outputs = drain(engine, [engine.prepare([n, 7, 9], ask) for n in range(6)])
+        depths = Counter(depth for output in outputs.values() for depth in output.depths[1:])
+        asked[fill] = {k: rows[k] - (depths[k] if fill == "full" else 0) for k in (1, 2)}
+        assert depths[1] and depths[2]
+    assert asked["full"] == asked["deferred"]
 
 
 def test_an_llm_takes_heads_and_profiles(tmp_path):
