@@ -355,8 +355,8 @@ def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
 
 @pytest.mark.parametrize("policy", ["confidence", "probe"])
 def test_no_head_runs_after_the_exit_that_a_token_was_read_at(policy, monkeypatch):
-    """Also under `full`, where the token itself runs on, and among rows that have not left: each exit's head is asked as
-    often as under `deferred`, and run once more for what is read in the end."""
+    """Under `full`, where the token itself runs on, each exit's head runs as often as under `deferred`, and once more
+    for what is read in the end."""
     asked = dict[str, dict[int, int]]()
     for fill in ("deferred", "full"):
         model, _, _ = with_heads("shortlist")

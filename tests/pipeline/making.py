@@ -37,7 +37,7 @@ def made(
     folder/parts."""
     last = stages[-1][0][-1]
     changes = {"num_hidden_layers": last, "eos_token_id": [7, 11, 13, 17], **options.pop("changes", {})}
-    write_folder(folder / "model", dtype=torch.float64, **changes)
+    write_folder(folder / "model", dtype=options.pop("stored", torch.float64), **changes)
     if heads:
         write_heads(folder / "heads", folder / "model", last)
     device = ("cpu",) * replicas
@@ -60,7 +60,7 @@ def written(path: Path, text: str) -> Manifest:
     return read_manifest(path)
 
 
-def write_heads(folder: Path, model: Path, layers: int) -> None:
+def write_heads(folder: Path, model: Path, layers: int, *, kept: torch.dtype | None = None) -> None:
     """One head of each kind in turn, and probes, after all layers but the last."""
     draw = torch.Generator().manual_seed(5)
 
@@ -78,7 +78,7 @@ def write_heads(folder: Path, model: Path, layers: int) -> None:
         heads[layer] = Head(kind, tensors)
     probes = {layer: Probe(normal(32, scale=0.3), normal(1, scale=0.1)) for layer in range(1, layers)}
     model_hash = weights_hash(model.glob("*.safetensors"))
-    ExitHeads(model_hash=model_hash, heads=heads, probes=probes, about={}).save(folder)
+    ExitHeads(model_hash=model_hash, heads=heads, probes=probes, about={}).save(folder, kept)
 
 
 def asks(rng: Random, count: int, *, segments: int = LAYERS, heads: bool = False, longest: int = 12) -> list[Ask]:

@@ -14,11 +14,12 @@ from anydepth.models.load import load_checkpoint
 from anydepth.pipeline.export import export_segments, read_artifact, read_artifacts
 from anydepth.pipeline.part import Part
 from tests.models.checkpoints import write_folder
-from tests.pipeline.making import made, router_of
+from tests.pipeline.making import made, router_of, write_heads
 
 CUT = (((1,), "here"), ((2,), "here"), ((3, 4), "here"))
 LAYER = ["input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm"]
 LAYER += [f"self_attn.{n}_proj" for n in "koqv"]
+SHORTLIST = {f"head.{name}" for name in ("norm", "a", "b", "other", "ids", "columns")}
 OUTER = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
 
 
@@ -31,11 +32,11 @@ def layer_names(layer: int) -> set[str]:
     [
         (False, (1, 2, 3, 4), [OUTER, OUTER - {"model.embed_tokens.weight"}]),
         (False, (4,), [{"model.embed_tokens.weight"}, set()]),
-        # Of the heads the first is a shortlist, which needs no LM head, and the second the model's head after a norm.
+        # Of the heads the first is a shortlist, for some columns of the LM head, and the second all of it after a norm.
         (
             True,
             (1, 2, 3, 4),
-            [{"model.embed_tokens.weight", "head.norm", "head.table", "head.ids"}, {"lm_head.weight", "head.norm"}],
+            [{"model.embed_tokens.weight", *SHORTLIST}, {"lm_head.weight", "head.norm"}],
         ),
     ],
 )
@@ -96,6 +97,22 @@ def test_a_packed_head_reads_what_the_models_does(tmp_path):
         for k in (1, 2, 3, 4):
             assert torch.allclose(part.readout(k, h_Nd), whole.model.readout(k, h_Nd), atol=1e-5), k
             assert part.readout(k, h_Nd).shape == (5, 8192)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", [torch.float16, torch.float32])
+def test_heads_are_those_of_one_process_whatever_dtype_they_and_the_model_are_kept_in(tmp_path, dtype, kept):
+    """A checkpoint in bfloat16, which a CPU may run in float32: heads are rounded once, to what they are run in."""
+    manifest = made(tmp_path, *CUT, stored=torch.bfloat16)
+    write_heads(tmp_path / "heads", tmp_path / "model", 4, kept=kept)
+    manifest = replace(manifest, heads=str(tmp_path / "heads"))
+    export_segments(manifest, tmp_path / "parts")
+    whole, _ = load_with_heads(manifest.model, manifest.heads, dtype=dtype, segments=[1, 2, 3, 4])
+    part = Part([read_artifact(tmp_path / "parts", n) for n in (1, 2, 3, 4)], dtype=dtype, device="cpu")
+    for k in (1, 2, 3):
+        mine, theirs = part.heads[k].tensors, whole.model.heads[k].tensors
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        assert torch.equal(part.probes[k].weight, whole.model.probes[k].weight)
 
 
 @pytest.mark.parametrize(
