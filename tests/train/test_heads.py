@@ -286,37 +286,41 @@ train_heads(Path(sys.argv[2]), checkpoint, data, recipe)
 """
 
 
-def kill(command: list[str], state: Path, *, after_s: float) -> None:
-    """Run a command and kill it some time after its first state appears."""
+def kill(command: list[str], state: Path, *, after_s: float) -> int:
+    """Run a command, kill it some time after it has written its state, and return the step that it came to."""
+
+    def written_ns() -> int:
+        return state.stat().st_mtime_ns if state.exists() else 0
+
+    before_ns, until = written_ns(), time.monotonic() + 60
     run = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    until = time.monotonic() + 60
-    while not state.exists() and time.monotonic() < until and run.poll() is None:
-        time.sleep(0.01)
+    while written_ns() == before_ns and time.monotonic() < until and run.poll() is None:
+        time.sleep(0.002)
     time.sleep(after_s)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert state.exists()
+    return torch.load(state)["progress"]["step"]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_runs_resume_to_the_same_bits(tmp_path, folder, checkpoint, data, kills) -> None:
-    options = {**vars(RECIPE), "kinds": ("low_rank", "shortlist"), "steps": 150}
+@pytest.mark.parametrize(("kills", "steps"), [(2, 100), pytest.param(10, 400, marks=pytest.mark.slow)])
+def test_killed_runs_resume_to_the_same_bits(tmp_path, folder, checkpoint, data, kills, steps) -> None:
+    options = {**vars(RECIPE), "kinds": ("low_rank", "shortlist"), "steps": steps}
     train_heads(tmp_path / "whole", checkpoint, data, HeadRecipe(**options), report=quiet)
     (tmp_path / "run.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "run.py"), str(folder), str(tmp_path / "killed"), repr(options)]
-    for number in range(kills):
-        (tmp_path / "killed" / "state.pt").unlink(missing_ok=True) if number % 3 == 0 else None
-        kill(command, tmp_path / "killed" / "state.pt", after_s=Random(number).random() * 0.2 * (number > 0))
+    state = tmp_path / "killed" / "state.pt"
+    came_to = [kill(command, state, after_s=Random(number).random() * 0.1) for number in range(kills)]
+    assert came_to == sorted(set(came_to)) and came_to[-1] < steps, "every run is killed while it trains"
     train_heads(tmp_path / "killed", checkpoint, data, HeadRecipe(**options), report=quiet)
     files = [(tmp_path / name / "heads.safetensors").read_bytes() for name in ("whole", "killed")]
     assert files[0] == files[1]
-    steps = [row["step"] for row in csv.DictReader((tmp_path / "killed" / "steps.csv").open())]
-    assert steps == [str(step) for step in range(1, 151)]
+    rows = [row["step"] for row in csv.DictReader((tmp_path / "killed" / "steps.csv").open())]
+    assert rows == [str(step) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("point", ["distil", "save_state", "fit", "evaluate", "export"])
