@@ -90,6 +90,7 @@ def _export(
         "data": {"hash": data.hash, **{key: data.manifest[key] for key in keys}},
         "training": {
             "command": command,
+            "dtype": trainer.dtype,
             "recipe": trainer.recipe.as_json(),
             "steps": now.step,
             "tokens": now.tokens,

@@ -520,13 +520,16 @@ def test_recipes_that_do_not_fit_are_refused(changes, message) -> None:
         replace(RECIPE, **changes).checked(4, len(WORDS))
 
 
-def test_exits_and_other_runs(tmp_path, checkpoint, data) -> None:
+def test_exits_and_other_runs(tmp_path, folder, checkpoint, data) -> None:
     assert exits_of("5", 30) == (5, 10, 15, 20, 25) and exits_of("3, 7", 30) == (3, 7) and exits_of("5,", 30) == (5,)
     with pytest.raises(ValueError, match="allowed: a number"):
         exits_of("x", 30)
     train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
     with pytest.raises(ValueError, match="was made with seed = 0, this run has 1"):
         train_heads(tmp_path, checkpoint, data, replace(RECIPE, seed=1), report=quiet)
+    with pytest.raises(ValueError, match="was made with dtype = 'float32', this run has 'float64'"):
+        train_heads(tmp_path, load_checkpoint(folder, dtype="float64"), data, RECIPE, report=quiet)
+    assert json.loads((tmp_path / "heads.json").read_text())["training"]["dtype"] == "float32"
     with pytest.raises(ValueError, match="is no layered model"):
         HeadTrainer(load_checkpoint("nano"), data, RECIPE, Peers(rank=0, count=1))
 
