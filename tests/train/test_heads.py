@@ -490,6 +490,22 @@ def test_bad_data_is_refused_by_line(tmp_path, checkpoint, content, message) -> 
         prepare(tmp_path / "data", [Source(path=tmp_path / "bad.jsonl")], checkpoint, report=quiet)
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["gsm8k_test.jsonl", "ifeval.jsonl", "mmlu-test.jsonl", "test.jsonl", "mmlu_val.jsonl", "MMLU-validation.jsonl"],
+)
+def test_test_questions_are_refused_by_the_name_of_their_file(name, own) -> None:
+    """Heads must not learn what they are judged by; thresholds neither, which take their prompts from a Source, too."""
+    with pytest.raises(ValueError, match=f"{name} has test questions by its name"):
+        Source.parse(f"data/{name}:9", own_answers=own)
+
+
+def test_files_of_other_questions_are_taken() -> None:
+    for name in ("gsm8k_train", "mmlu_dev", "arc_easy_validation", "latest", "attested_answers"):
+        assert Source.parse(f"test/{name}.jsonl").path.stem == name
+
+
 def test_data_of_another_vocabulary_is_refused(tmp_path, folder, checkpoint, data) -> None:
     write_folder(tmp_path, vocab_size=len(WORDS), max_position_embeddings=512)
     write_tokenizer(tmp_path, words=[*WORDS[:6], *"ihgfedcbaj"])
