@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Barrier, Event, current_thread, main_thread
 from types import SimpleNamespace
 
 import pytest
@@ -563,6 +565,36 @@ def test_finished_heads_that_are_not_whole_or_of_another_dtype_are_stored_anew(t
     told = []
     train_heads(tmp_path, checkpoint, data, replace(RECIPE, save_dtype="bfloat16"), report=told.append)
     assert told[-1].endswith("holds the finished heads already")
+
+
+def test_every_process_of_a_finished_run_sees_the_same_files(tmp_path, checkpoint, data, monkeypatch) -> None:
+    """The second looks late: the first must not have stored the lost file anew by then, or it waits for ever."""
+    from anydepth.train import heads
+
+    one = replace(RECIPE, steps=2)
+    train_heads(tmp_path, checkpoint, data, one, report=quiet)
+    (tmp_path / "heads.json").unlink()
+    meeting, stored, looked = Barrier(2, timeout=20), Event(), heads._finished
+
+    def look(out, recipe):
+        if current_thread() is not main_thread():
+            stored.wait(timeout=0.5)
+        return looked(out, recipe)
+
+    def report(line):
+        if line.startswith("heads of"):
+            stored.set()
+
+    def train(rank):
+        train_heads(tmp_path, checkpoint, data, one, peers=Peers(rank=rank, count=2), report=report)
+
+    monkeypatch.setattr(heads, "_finished", look)
+    monkeypatch.setattr(Peers, "wait", lambda self: meeting.wait())
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(train, 1)
+        train(0)
+        second.result()
+    assert stored.is_set() and (tmp_path / "heads.json").exists()
 
 
 def test_auc_counts_ties_half() -> None:
