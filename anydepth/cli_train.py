@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -129,7 +130,8 @@ def train_heads(
             licence=licence,
             report=print if peers.rank == 0 else lambda line: None,
         )
-    finish("train heads", {"heads": None if only_prepare else str(out), "data": str(folder)}, as_json)
+    made = {"heads": None if only_prepare else str(out), "data": str(folder)}
+    finish("train heads", made, as_json and peers.rank == 0)
 
 
 def _peers(device: str) -> tuple[Any, str]:
@@ -140,9 +142,12 @@ def _peers(device: str) -> tuple[Any, str]:
         return Peers(rank=0, count=1), device
     try:
         from accelerate import Accelerator
+        from accelerate.utils import InitProcessGroupKwargs
     except ImportError as error:
         raise ValueError("training in several processes needs accelerate: pip install accelerate") from error
-    accelerator = Accelerator(cpu=device == "cpu")
+    # The others wait while the first tokenises, answers prompts or evaluates; the usual 10 minutes may be too short.
+    group = InitProcessGroupKwargs(timeout=timedelta(days=1))
+    accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[group])
     return Peers(rank=accelerator.process_index, count=accelerator.num_processes), str(accelerator.device)
 
 

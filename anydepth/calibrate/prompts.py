@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,6 @@ from typing import Any
 from anydepth.record import files_hash
 from anydepth.train.head_data import Source
 from anydepth.train.prepared import held_out
-
-_TEST_FILE = re.compile(r"(^|[_.-])(test|ifeval|alpacaeval|humaneval)([_.-]|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,17 +38,12 @@ def choose_prompts(
 
     `trained_on`: sha256 of the files that the heads were trained on; of such a file only the prompts that training held
     out are taken, other files wholly. `limit`: the first n of them all by hash ranking.
-    ValueError: a file named as a task's test questions are (gsm8k_test.jsonl, ifeval.jsonl; names are all that is
-    looked at), no prompt left, or a share that leaves one of the sets empty.
+    ValueError: no prompt left, or a share that leaves one of the sets empty. (A Source refuses test questions.)
     """
     if not 0 < fit_share < 1:
         raise ValueError(f"fit_share is {fit_share}; allowed: numbers above 0 and below 1")
     kept, described = dict[str, str](), []
     for source in sources:
-        if _TEST_FILE.search(source.path.stem.lower()):
-            raise ValueError(
-                f"{source.path.name} has test questions by its name; thresholds are chosen on others: give other data"
-            )
         sha256 = files_hash([source.path]) if source.path.is_file() else None
         prompts = [prompt for prompt, _ in source.read()]
         if sha256 in trained_on:

@@ -25,6 +25,7 @@ from anydepth.train.prepared import MANIFEST, VERSION, Prepared, held_out, load_
 
 PLAN = "plan.json"
 SHARD_ROWS, OWN_SHARD_ROWS = 256, 64
+_TEST_FILE = re.compile(r"(^|[_.-])(test|ifeval|alpacaeval|humaneval|mmlu[_.-]val(idation)?)([_.-]|$)")
 _CALCULATOR = re.compile(r"<<[^>\n]*>>")  # GSM8K writes its sums a second time for a calculator
 
 Answer = Callable[[list[list[int]]], list[list[int]]]  # prompts' ids -> greedy answers' ids, the ending one included
@@ -33,11 +34,22 @@ Answer = Callable[[list[list[int]]], list[list[int]]]  # prompts' ids -> greedy 
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """A JSONL file of objects with `prompt` and `response` (or `question` and `answer`), or with prompts alone that the
-    model itself answers. `rows`: that many of them, by hash ranking of the prompt; None: all."""
+    model itself answers. `rows`: that many of them, by hash ranking of the prompt; None: all.
+
+    ValueError: a file named as the questions that a task is scored on are (gsm8k_test.jsonl, mmlu_val.jsonl,
+    ifeval.jsonl; names are all that is looked at): heads are trained, and thresholds chosen, on others.
+    """
 
     path: Path
     rows: int | None = None
     own_answers: bool = False
+
+    def __post_init__(self) -> None:
+        if _TEST_FILE.search(self.path.stem.lower()):
+            raise ValueError(
+                f"{self.path.name} has test questions by its name; heads are trained, and thresholds chosen, on "
+                f"others: give other data"
+            )
 
     @classmethod
     def parse(cls, text: str, *, own_answers: bool = False) -> Source:

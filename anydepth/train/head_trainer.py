@@ -87,6 +87,11 @@ class HeadTrainer:
         ids = self.data.frequent(r.shortlist, vocab=self.model.shape.vocab) if "shortlist" in r.kinds else None
         return [TrainedHead.new(kind, self.model, rank=r.rank, ids=ids) for kind in r.kinds]
 
+    @property
+    def dtype(self) -> str:
+        """What the backbone computes in: other heads come of another."""
+        return str(self.model.dtype).removeprefix("torch.")
+
     def schedule(self, step: int) -> float:
         """The share of the largest learning rate: linear warm-up, then a cosine to zero."""
         r = self.recipe
@@ -217,7 +222,7 @@ class HeadTrainer:
 
     def _identity(self) -> dict[str, Any]:
         learnt = {name: value for name, value in self.recipe.as_json().items() if name != "save_dtype"}
-        return {"data": self.data.hash, "model": self.checkpoint.model_hash, **learnt}
+        return {"data": self.data.hash, "model": self.checkpoint.model_hash, "dtype": self.dtype, **learnt}
 
     def _pack(self, documents: Sequence[int]) -> Pack:
         return Pack.of(self.data, documents, mask_prompts=self.recipe.mask_prompts, device=self.model.device)

@@ -61,7 +61,9 @@ def train_heads(
     if (out / STATE).exists():
         trainer.load(out / STATE)
         report(f"going on from step {trainer.progress.step} of {recipe.steps}")
-    if trainer.progress.step >= recipe.steps and _finished(out, recipe):
+    finished = trainer.progress.step >= recipe.steps and _finished(out, recipe)
+    peers.wait()  # the first process may write what the others still look at
+    if finished:
         report(f"{out} holds the finished heads already")
         return out
     run = _Run(out, trainer, peak, report) if peers.rank == 0 else None
@@ -90,6 +92,7 @@ def _export(
         "data": {"hash": data.hash, **{key: data.manifest[key] for key in keys}},
         "training": {
             "command": command,
+            "dtype": trainer.dtype,
             "recipe": trainer.recipe.as_json(),
             "steps": now.step,
             "tokens": now.tokens,

@@ -91,13 +91,6 @@ def test_prompts_that_were_trained_on_are_left_out_and_the_sets_share_none(folde
     assert {prompt_id(p) for p in (*few.fit, *few.certify)} == set(sorted(map(prompt_id, chosen))[:20])
 
 
-@pytest.mark.parametrize("name", ["gsm8k_test.jsonl", "ifeval.jsonl", "mmlu-test.jsonl", "test.jsonl"])
-def test_test_files_are_refused(tmp_path, name):
-    write_prompts(tmp_path / name, 9)
-    with pytest.raises(ValueError, match=f"{name} has test questions by its name"):
-        choose_prompts([Source(path=tmp_path / name, own_answers=True)], trained_on=())
-
-
 def test_too_few_prompts_are_refused(tmp_path):
     source = Source(path=write_prompts(tmp_path / "one.jsonl", 1), own_answers=True)
     with pytest.raises(ValueError, match="1 prompts are left that the heads were not trained on"):

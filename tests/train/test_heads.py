@@ -11,9 +11,11 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from threading import Barrier, Event, current_thread, main_thread
 from types import SimpleNamespace
 
 import pytest
@@ -286,37 +288,41 @@ train_heads(Path(sys.argv[2]), checkpoint, data, recipe)
 """
 
 
-def kill(command: list[str], state: Path, *, after_s: float) -> None:
-    """Run a command and kill it some time after its first state appears."""
+def kill(command: list[str], state: Path, *, after_s: float) -> int:
+    """Run a command, kill it some time after it has written its state, and return the step that it came to."""
+
+    def written_ns() -> int:
+        return state.stat().st_mtime_ns if state.exists() else 0
+
+    before_ns, until = written_ns(), time.monotonic() + 60
     run = subprocess.Popen(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    until = time.monotonic() + 60
-    while not state.exists() and time.monotonic() < until and run.poll() is None:
-        time.sleep(0.01)
+    while written_ns() == before_ns and time.monotonic() < until and run.poll() is None:
+        time.sleep(0.002)
     time.sleep(after_s)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    assert state.exists()
+    return torch.load(state)["progress"]["step"]
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_killed_runs_resume_to_the_same_bits(tmp_path, folder, checkpoint, data, kills) -> None:
-    options = {**vars(RECIPE), "kinds": ("low_rank", "shortlist"), "steps": 150}
+@pytest.mark.parametrize(("kills", "steps"), [(2, 100), pytest.param(10, 400, marks=pytest.mark.slow)])
+def test_killed_runs_resume_to_the_same_bits(tmp_path, folder, checkpoint, data, kills, steps) -> None:
+    options = {**vars(RECIPE), "kinds": ("low_rank", "shortlist"), "steps": steps}
     train_heads(tmp_path / "whole", checkpoint, data, HeadRecipe(**options), report=quiet)
     (tmp_path / "run.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "run.py"), str(folder), str(tmp_path / "killed"), repr(options)]
-    for number in range(kills):
-        (tmp_path / "killed" / "state.pt").unlink(missing_ok=True) if number % 3 == 0 else None
-        kill(command, tmp_path / "killed" / "state.pt", after_s=Random(number).random() * 0.2 * (number > 0))
+    state = tmp_path / "killed" / "state.pt"
+    came_to = [kill(command, state, after_s=Random(number).random() * 0.1) for number in range(kills)]
+    assert came_to == sorted(set(came_to)) and came_to[-1] < steps, "every run is killed while it trains"
     train_heads(tmp_path / "killed", checkpoint, data, HeadRecipe(**options), report=quiet)
     files = [(tmp_path / name / "heads.safetensors").read_bytes() for name in ("whole", "killed")]
     assert files[0] == files[1]
-    steps = [row["step"] for row in csv.DictReader((tmp_path / "killed" / "steps.csv").open())]
-    assert steps == [str(step) for step in range(1, 151)]
+    rows = [row["step"] for row in csv.DictReader((tmp_path / "killed" / "steps.csv").open())]
+    assert rows == [str(step) for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize("point", ["distil", "save_state", "fit", "evaluate", "export"])
@@ -486,6 +492,22 @@ def test_bad_data_is_refused_by_line(tmp_path, checkpoint, content, message) -> 
         prepare(tmp_path / "data", [Source(path=tmp_path / "bad.jsonl")], checkpoint, report=quiet)
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(
+    "name",
+    ["gsm8k_test.jsonl", "ifeval.jsonl", "mmlu-test.jsonl", "test.jsonl", "mmlu_val.jsonl", "MMLU-validation.jsonl"],
+)
+def test_test_questions_are_refused_by_the_name_of_their_file(name, own) -> None:
+    """Heads must not learn what they are judged by; thresholds neither, which take their prompts from a Source, too."""
+    with pytest.raises(ValueError, match=f"{name} has test questions by its name"):
+        Source.parse(f"data/{name}:9", own_answers=own)
+
+
+def test_files_of_other_questions_are_taken() -> None:
+    for name in ("gsm8k_train", "mmlu_dev", "arc_easy_validation", "latest", "attested_answers"):
+        assert Source.parse(f"test/{name}.jsonl").path.stem == name
+
+
 def test_data_of_another_vocabulary_is_refused(tmp_path, folder, checkpoint, data) -> None:
     write_folder(tmp_path, vocab_size=len(WORDS), max_position_embeddings=512)
     write_tokenizer(tmp_path, words=[*WORDS[:6], *"ihgfedcbaj"])
@@ -516,13 +538,16 @@ def test_recipes_that_do_not_fit_are_refused(changes, message) -> None:
         replace(RECIPE, **changes).checked(4, len(WORDS))
 
 
-def test_exits_and_other_runs(tmp_path, checkpoint, data) -> None:
+def test_exits_and_other_runs(tmp_path, folder, checkpoint, data) -> None:
     assert exits_of("5", 30) == (5, 10, 15, 20, 25) and exits_of("3, 7", 30) == (3, 7) and exits_of("5,", 30) == (5,)
     with pytest.raises(ValueError, match="allowed: a number"):
         exits_of("x", 30)
     train_heads(tmp_path, checkpoint, data, RECIPE, report=quiet)
     with pytest.raises(ValueError, match="was made with seed = 0, this run has 1"):
         train_heads(tmp_path, checkpoint, data, replace(RECIPE, seed=1), report=quiet)
+    with pytest.raises(ValueError, match="was made with dtype = 'float32', this run has 'float64'"):
+        train_heads(tmp_path, load_checkpoint(folder, dtype="float64"), data, RECIPE, report=quiet)
+    assert json.loads((tmp_path / "heads.json").read_text())["training"]["dtype"] == "float32"
     with pytest.raises(ValueError, match="is no layered model"):
         HeadTrainer(load_checkpoint("nano"), data, RECIPE, Peers(rank=0, count=1))
 
@@ -540,6 +565,36 @@ def test_finished_heads_that_are_not_whole_or_of_another_dtype_are_stored_anew(t
     told = []
     train_heads(tmp_path, checkpoint, data, replace(RECIPE, save_dtype="bfloat16"), report=told.append)
     assert told[-1].endswith("holds the finished heads already")
+
+
+def test_every_process_of_a_finished_run_sees_the_same_files(tmp_path, checkpoint, data, monkeypatch) -> None:
+    """The second looks late: the first must not have stored the lost file anew by then, or it waits for ever."""
+    from anydepth.train import heads
+
+    one = replace(RECIPE, steps=2)
+    train_heads(tmp_path, checkpoint, data, one, report=quiet)
+    (tmp_path / "heads.json").unlink()
+    meeting, stored, looked = Barrier(2, timeout=20), Event(), heads._finished
+
+    def look(out, recipe):
+        if current_thread() is not main_thread():
+            stored.wait(timeout=0.5)
+        return looked(out, recipe)
+
+    def report(line):
+        if line.startswith("heads of"):
+            stored.set()
+
+    def train(rank):
+        train_heads(tmp_path, checkpoint, data, one, peers=Peers(rank=rank, count=2), report=report)
+
+    monkeypatch.setattr(heads, "_finished", look)
+    monkeypatch.setattr(Peers, "wait", lambda self: meeting.wait())
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(train, 1)
+        train(0)
+        second.result()
+    assert stored.is_set() and (tmp_path / "heads.json").exists()
 
 
 def test_auc_counts_ties_half() -> None:
