@@ -49,8 +49,12 @@ class Head:
         """As it is read with: a shortlist's table made from the unembedding; others as they are."""
         if self.kind != "shortlist":
             return self
+        return self.of_columns(unembedding_dV.index_select(1, self.tensors["ids"]))
+
+    def of_columns(self, columns_dS: Tensor) -> Head:
+        """A shortlist as it is read with, made from the unembedding's columns of its tokens."""
         own = self.tensors
-        table = torch.cat((unembedding_dV.index_select(1, own["ids"]).to(own["other"]), own["other"][:, None]), 1)
+        table = torch.cat((columns_dS.to(own["other"]), own["other"][:, None]), 1)
         return Head(self.kind, {"norm": own["norm"], "table": table + own["a"] @ (own["b"] @ table), "ids": own["ids"]})
 
     def logits(self, h_Nd: Tensor, unembedding_dV: Tensor, eps: float) -> Tensor:
@@ -129,9 +133,10 @@ class ExitHeads:
 
 
 def load_heads(
-    folder: str | Path, *, model_hash: str, shape: Shape, unembedding_dV: Tensor, dtype: torch.dtype
+    folder: str | Path, *, model_hash: str, shape: Shape, unembedding_dV: Tensor | None, dtype: torch.dtype | None
 ) -> ExitHeads:
-    """Heads that were saved, for a backbone, ready to read with. ValueError for ones of another backbone, of another
+    """Heads that were saved, for a backbone, ready to read with; without its unembedding and a dtype as they are kept.
+    ValueError for ones of another backbone, of another
     width or vocabulary, for exits that are no layer of it, and for files that are missing, corrupt or not as they were
     written."""
     folder, about = Path(folder).expanduser(), read_about(folder)
@@ -143,14 +148,15 @@ def load_heads(
     found = files_hash([folder / FILE])
     if found != about["sha256"]:
         raise ValueError(f"{folder / FILE} is not the file that {ABOUT} describes (its sha256 differs); get both again")
-    tensors = _read(folder / FILE, dtype, unembedding_dV.device)
+    tensors = _read(folder / FILE, dtype, torch.device("cpu") if unembedding_dV is None else unembedding_dV.device)
     heads, probes = dict[int, Head](), dict[int, Probe]()
     for layer, kind in ((int(n), kind) for n, kind in about["exits"].items()):
         if not 1 <= layer < shape.layers:
             raise ValueError(f"{folder}: exit after layer {layer}; allowed: 1 .. {shape.layers - 1}, inner layers")
         own = {name: tensors.pop(f"exit.{layer}.head.{name}", None) for name in FILES.get(kind, ())}
         if kind is not None:
-            heads[layer] = Head(kind, _checked(folder, layer, kind, own, shape)).folded(unembedding_dV)
+            head = Head(kind, _checked(folder, layer, kind, own, shape))
+            heads[layer] = head if unembedding_dV is None else head.folded(unembedding_dV)
         numbers = [tensors.pop(f"exit.{layer}.probe.{name}", None) for name in PROBE]
         if any(tensor is not None for tensor in numbers):
             probes[layer] = _checked_probe(folder, layer, *numbers, hidden=shape.hidden)
@@ -201,7 +207,7 @@ def _checked_probe(folder: Path, layer: int, weight: Tensor | None, bias: Tensor
     return Probe(weight, bias)
 
 
-def _read(path: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+def _read(path: Path, dtype: torch.dtype | None, device: torch.device) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             read = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

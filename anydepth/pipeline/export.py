@@ -4,10 +4,11 @@
 |---|---|
 | first | the embedding |
 | every one | its layers |
-| inner, read through a head | the head and, unless it is a shortlist, the model's LM head |
+| inner, read through a head | the head as it is kept, and of the model's LM head all, or a shortlist's columns |
 | the last, and inner ones that are read without a head | the model's final norm and LM head |
 
-With tied embeddings the LM head is the embedding, and stands in the artifact of each segment that needs it.
+Heads go in as they are kept and are made ready in the worker's dtype, as one process makes them in its own. With tied
+embeddings the LM head is the embedding, and stands in the artifact of each segment that needs it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from torch import Tensor
 
 from anydepth.models.heads import PROBE, ExitHeads, load_heads
 from anydepth.models.llama import Llama
-from anydepth.models.load import DTYPES, model_class, open_weights, weights_hash
+from anydepth.models.load import model_class, open_weights, weights_hash
 from anydepth.models.locate import locate
 from anydepth.models.weights import EMBEDDING, HEAD, Weights, all_eos, check_names, check_sizes, shapes_of
 from anydepth.pipeline.manifest import Manifest
 from anydepth.record import files_hash, read_versioned, write_atomically
 
-NORM, VERSION = "model.norm.weight", 1
+NORM, VERSION = "model.norm.weight", 2
+COLUMNS = "head.columns"  # of the LM head, those of a shortlist's tokens, [d, S]
 SAME = ("model_hash", "head_hash", "config", "segments", "readouts", "eos_ids", "dtype")  # in all of a pipeline
 
 
@@ -87,8 +89,8 @@ def export_segments(manifest: Manifest, out: str | Path) -> Path:
             manifest.heads,
             model_hash=model_hash,
             shape=model.shape,
-            unembedding_dV=_whole(weights, EMBEDDING if model.tied else HEAD).t(),
-            dtype=DTYPES.get(weights.stored_dtype, torch.float32),
+            unembedding_dV=None,
+            dtype=None,
         )
         model.attach(heads)
     try:
@@ -143,7 +145,10 @@ def _write(
         tensors[name] = _whole(weights, EMBEDDING if name == HEAD and model.tied else name)
     if heads is not None and layer in readouts:
         if layer in heads.heads:
-            tensors |= {f"head.{name}": tensor for name, tensor in heads.heads[layer].tensors.items()}
+            own = heads.heads[layer].tensors
+            tensors |= {f"head.{name}": tensor for name, tensor in own.items()}
+            if "ids" in own:
+                tensors[COLUMNS] = _whole(weights, EMBEDDING if model.tied else HEAD).index_select(0, own["ids"]).t()
         if layer in heads.probes:
             tensors |= {f"probe.{name}": getattr(heads.probes[layer], name) for name in PROBE}
     path = folder / f"segment-{segment}.safetensors"

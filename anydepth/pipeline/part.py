@@ -10,12 +10,12 @@ from torch import Tensor
 
 from anydepth.models.base import KV
 from anydepth.models.decoder import Layer, LayerShape, Rotary
-from anydepth.models.heads import KINDS, Head, Probe
+from anydepth.models.heads import FILES, Head, Probe
 from anydepth.models.llama import Llama, rope
 from anydepth.models.load import DTYPES, copy
 from anydepth.models.weights import EMBEDDING, HEAD
 from anydepth.ops.linear import pack
-from anydepth.pipeline.export import NORM, Artifact
+from anydepth.pipeline.export import COLUMNS, NORM, Artifact
 from anydepth.types import Shape, unknown
 
 
@@ -109,7 +109,7 @@ class Part(Llama):
     def _read_exit(self, artifact: Artifact, tensors: Mapping[str, Tensor]) -> None:
         there = {name: t.to(self.device, self.dtype if t.is_floating_point() else None) for name, t in tensors.items()}
         if artifact.head is not None:
-            own = {name: there[f"head.{name}"] for name in KINDS[artifact.head]}
-            self.heads[artifact.segment] = Head(artifact.head, own)
+            head = Head(artifact.head, {name: there[f"head.{name}"] for name in FILES[artifact.head]})
+            self.heads[artifact.segment] = head.of_columns(there[COLUMNS]) if COLUMNS in there else head
         if artifact.probe:
             self.probes[artifact.segment] = Probe(there["probe.weight"], there["probe.bias"])
