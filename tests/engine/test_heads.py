@@ -210,6 +210,27 @@ def test_a_token_that_has_left_is_tallied_no_more(signals):
     assert stats[0] == stats[1] and stats[0]["stayed"] > 0
 
 
+@pytest.mark.parametrize("signals", ["sync", "exact"])
+def test_what_a_request_tallied_is_told_apart_wherever_it_ran(signals):
+    """With few pages, so that requests are preempted and change slots, each tallies what it does alone."""
+
+    def tallied(numbers, **options):
+        model, _, _ = with_heads("low_rank")
+        engine = Engine(model, fill="deferred", signals=signals, profiles=[PROFILE], page_size=4, **options)
+        engine.tallied = {}
+        asks = [Sampling(max_tokens=6 + n, exit_policy="confidence", ignore_eos=True) for n in numbers]
+        requests = [engine.prepare([n, 7, 9], ask, id=str(n)) for n, ask in zip(numbers, asks, strict=True)]
+        drain(engine, requests)
+        stats, total = engine.stats(), {name: sum(t[name] for t in engine.tallied.values()) for name in NAMES}
+        assert total == {name: stats[name] for name in NAMES}
+        return engine.tallied, stats["preempted"]
+
+    NAMES = ("stayed", "stayed_by_logit", "stayed_by_margin", "stayed_by_entropy")
+    together, preempted = tallied(range(6), max_batch=3, kv_pages=8)
+    alone = {id: t for n in range(6) for id, t in tallied([n])[0].items()}
+    assert together == alone and preempted > 0 and len({t["stayed"] for t in alone.values()}) > 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_come_back_from_their_folder(kind, tmp_path):
     model, _, heads = with_heads(kind)
