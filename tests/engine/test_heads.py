@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -251,6 +252,38 @@ def test_heads_come_back_from_their_folder(kind, tmp_path):
         load_heads(tmp_path, model_hash="m", **options)
     with pytest.raises(ValueError, match="there are no exit heads"):
         load_heads(tmp_path / "nowhere", model_hash="m", **options)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("exits", None),
+        ("exits", {}),
+        ("exits", [1, 2]),
+        ("exits", {"one": "norm"}),
+        ("exits", {"1": ["norm"]}),
+        ("model_hash", None),
+        ("model_hash", 5),
+        ("sha256", None),
+    ],
+)
+def test_a_malformed_description_of_heads_names_file_and_key(key, value, tmp_path):
+    folder = write_random_nano(tmp_path / "model", kind="layered")
+    random_heads("norm").save(tmp_path)
+    about = {name: given for name, given in read_about(tmp_path).items() if name != key}
+    (tmp_path / ABOUT).write_text(json.dumps(about if value is None else about | {key: value}))
+    with pytest.raises(ValueError, match=rf"heads\.json: {key} is {re.escape(repr(value))}; allowed: "):
+        LLM(folder, heads=tmp_path)
+
+
+def test_heads_of_a_deeper_model_are_refused_as_another_models(tmp_path):
+    folder = write_random_nano(tmp_path / "model", kind="layered")
+    random_heads("norm", exits=(1, 25)).save(tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"made for the backbone m, this one is .* train some for this one"):
+        LLM(folder, heads=tmp_path / "heads")
+    random_heads("norm").save(tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"segments=\[1, 99\]: exit layers must rise"):
+        LLM(folder, heads=tmp_path / "heads", segments=[1, 99])
 
 
 BROKEN = [
