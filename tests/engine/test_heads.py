@@ -358,6 +358,18 @@ def test_the_published_profile_reads():
     assert profile.exits[0].logit == 5.1093 and profile.exits[-1].margin == 1.0184
 
 
+def test_the_profile_that_the_page_shows_reads(tmp_path):
+    """The page to which the error of a file that is none points."""
+    (tmp_path / "none.toml").write_text("[[exit")
+    with pytest.raises(ValueError, match=r"give a TOML file as (\S+) shows it") as error:
+        Profile.read(tmp_path / "none.toml")
+    page = re.search(r"as (\S+) shows it", str(error.value))[1]
+    (shown,) = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[2] / page).read_text(), re.S)
+    (tmp_path / "shown.toml").write_text(shown)
+    read = Profile.read(tmp_path / "shown.toml")
+    assert read.name == "careful" and read.policies == ("confidence", "probe")
+
+
 BAD = [
     ("name = 'x'\n", "has no \\[\\[exit\\]\\]"),
     ("[[exit]]\nlayer = 0\n", "layer is 0; allowed: whole numbers from 1"),
