@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from anydepth.cli_options import AsJson, Model, finish, passed, read_fields
+from anydepth.cli_options import AsJson, Device, Dtype, Model, Revision, finish, passed, read_fields
 
 app = typer.Typer()
 
 _OF_A_TASK = ("task", "split", "threshold", "min_depth", "setting", "loss", "method", "monotonise", "fitted_on")
 _OF_FITTING = ("level", "install", "fill", "eps", "delta")
-_OF_HEADS = ("level", "answer_tokens", "answers", "install", "check", "fill")
+_OF_HEADS = ("level", "answer_tokens", "answers", "install", "check", "fill", "dtype", "device", "revision")
 
 
 @app.command()
@@ -52,6 +52,9 @@ def calibrate(
     seed: Annotated[int, typer.Option(help="Of answers drawn at a temperature; with --heads of the split.")] = 0,
     concurrency: Annotated[int, typer.Option(help="Answers at a time.")] = 32,
     threads: Annotated[int | None, typer.Option(help="CPU threads; 1 for small models if left out.")] = None,
+    dtype: Dtype = None,
+    device: Device = "cpu",
+    revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a threshold with a finite-sample guarantee, and write its certificate.
@@ -83,6 +86,9 @@ def calibrate(
             answer_tokens=answer_tokens,
             limit=limit,
             seed=seed,
+            dtype=dtype,
+            device=device,
+            revision=revision,
         )
         return
     _refuse(given, _OF_HEADS, "is for fitting profiles, with --heads and without --task or --profile; leave one out")

@@ -45,7 +45,10 @@ ForceFinalExit = Annotated[
 # Options of LLM.
 Fill = Annotated[
     str | None,
-    typer.Option(help="full, last_exited (default of looped models), deferred or shared: K/V of skipped depths."),
+    typer.Option(
+        help="K/V of skipped depths: full (default of layered models), last_exited (default of looped ones), deferred, "
+        "project (layered only) or shared (looped only)."
+    ),
 ]
 Signals = Annotated[
     str, typer.Option(help="sync, exact, resident or delayed: when the host learns that a token leaves.")

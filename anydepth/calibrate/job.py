@@ -18,7 +18,8 @@ FILLS = ("full", "deferred", "project")
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What is to be calibrated. `levels`: agreements with full depth that profiles aim at. `epsilon`, `delta`: of the
-    certificate. `fit_share`: of the prompts, to fit on; the others certify."""
+    certificate. `fit_share`: of the prompts, to fit on; the others certify. `dtype`, `device`, `revision`: of the
+    model, as it is to be served; the certificate is for one dtype."""
 
     model: str
     heads: Path
@@ -33,6 +34,9 @@ class Job:
     seed: int = 0
     fit_share: float = 1 / 3
     least_rows: int = LEAST_ROWS
+    dtype: str | None = None
+    device: str = "cpu"
+    revision: str | None = None
 
     def __post_init__(self) -> None:
         if self.policy not in PROFILED:
@@ -59,7 +63,8 @@ class Job:
     @property
     def command(self) -> str:
         """The command that does it again, but for the places of files."""
-        words = ["anydepth", "calibrate", "--model", Path(self.model).name, "--heads", self.heads.name]
+        model = Path(self.model).name if self.revision is None else self.model  # only hub ids have revisions
+        words = ["anydepth", "calibrate", "--model", model, "--heads", self.heads.name]
         words += ["--policy", self.policy, "--fill", self.fill]
         for source in self.data:
             words += ["--data", source.path.name + ("" if source.rows is None else f":{source.rows}")]
@@ -67,4 +72,7 @@ class Job:
             words += ["--level", f"{level:g}"]
         words += ["--eps", f"{self.epsilon:g}", "--delta", f"{self.delta:g}"]
         words += ["--answer-tokens", str(self.answer_tokens), "--seed", str(self.seed)]
-        return shlex.join(words + ([] if self.limit is None else ["--limit", str(self.limit)]))
+        for name, default in (("limit", None), ("dtype", None), ("device", "cpu"), ("revision", None)):
+            if (value := getattr(self, name)) != default:
+                words += [f"--{name}", str(value)]
+        return shlex.join(words)

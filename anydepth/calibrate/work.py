@@ -37,7 +37,7 @@ class Work:
         self.prompts: Prompts = choose_prompts(
             job.data, trained_on=trained_on, seed=job.seed, fit_share=job.fit_share, limit=job.limit
         )
-        self.llm = LLM(job.model, heads=job.heads)
+        self.llm = LLM(job.model, heads=job.heads, dtype=job.dtype, device=job.device, revision=job.revision)
         model, self.head_hash = self.llm.checkpoint.model, str(about["sha256"])
         assert isinstance(model, Llama), "heads are refused for all others"
         self.model = model

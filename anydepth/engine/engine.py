@@ -115,6 +115,7 @@ class Engine:
         )
         self.profiles = {profile.name: profile for profile in profiles}
         self.work: list[TurnWork] | None = None
+        self.tallied: dict[str, dict[str, int]] | None = None  # by request that has ended, if somebody asks
         self.weight_version = 0
         self._aborted: list[Chunk] = []
         self._held: list[Chunk] = []  # came while weights were exchanged, and are accounted for
@@ -205,7 +206,9 @@ class Engine:
             plan = self.scheduler.next()
             self._peak_pages = max(self._peak_pages, self.pages.in_use)
             result = self.runner.run(plan)
+            seats = [(s.request, s.slot) for s in self.scheduler.running.values()] if self.tallied is not None else []
             chunks = self.scheduler.update(plan, result)
+            self._tally(seats)
         except BaseException:
             self._aborted += aborted + [chunk for chunk in self.scheduler.said if chunk.finish_reason]
             for request_id in self.scheduler.unfinished():
@@ -219,6 +222,14 @@ class Engine:
         if self.scheduler.idle:
             self.runner.drain()
         return aborted + chunks
+
+    def _tally(self, seats: list[tuple[Request, int]]) -> None:
+        """Keep what the policies tallied of those of these requests that have ended."""
+        for request, slot in seats:
+            policy = request.policy
+            assert isinstance(policy, Policy) and self.tallied is not None
+            if policy.tallies and request.id not in self.scheduler.sequences:
+                self.tallied[request.id] = self.slots.tallied(policy, slot)
 
     def run(self, requests: Iterable[Request]) -> Iterator[Chunk]:
         """Queue the requests and step until all has ended; every token as it comes. For callers who have the engine to

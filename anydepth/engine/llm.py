@@ -26,12 +26,13 @@ class LLM:
     """A loaded model and its engine.
 
     model: "nano", "nano-plain", "smollm2-135m", a folder of safetensors, a .gguf file, or a hub id.
-    fill: "full" (default of layered models), "last_exited" (default of looped ones), "deferred", "shared": the K/V of
-    depths that were skipped. pending_positions: how many positions of a request may wait under "deferred", 256 unless
-    given (docs/deferred.md). segments: for layered models, layers a segment or the list of exit layers. signals,
-    lateness, submission: when the host learns what a turn decided, how many turns late, and how turns reach a GPU
-    (docs/late-signals.md). kv_pages: size of the K/V pool in pages of page_size positions; max_batched_tokens: prompt
-    tokens a turn may carry; prefix_sharing, host_kv_bytes: docs/scheduling.md.
+    fill: "full" (default of layered models), "last_exited" (default of looped ones), "deferred", "project" (layered
+    only), "shared" (looped only): the K/V of depths that were skipped. pending_positions: how many positions of a
+    request may wait under "deferred", 256 unless given (docs/deferred.md). segments: for layered models, layers a
+    segment or the list of exit layers. signals, lateness, submission: when the host learns what a turn decided, how
+    many turns late, and how turns reach a GPU (docs/late-signals.md). kv_pages: size of the K/V pool in pages of
+    page_size positions; max_batched_tokens: prompt tokens a turn may carry; prefix_sharing, host_kv_bytes:
+    docs/scheduling.md.
     heads: a folder of exit heads for a layered model, whose exits are then the segments unless `segments` has others
     too; profile: thresholds of `confidence` and `probe`, one or several .toml files or names in that folder
     (docs/heads.md). gate_dtype="bfloat16" repeats the released model's exit arithmetic, for parity.

@@ -57,6 +57,7 @@ class Slots:
         self.kept_h_Sd = torch.zeros(slots, shape.hidden, dtype=model.dtype, device=model.device)
         self.kept_depth_S = torch.zeros(slots, dtype=torch.int64, device=model.device)
         self.states: dict[Policy, Tensor] = {}
+        self.former: dict[Policy, Tensor] = {}  # [S, tallies]: what a slot's tallies had when its tenant came
         self.chunks: dict[int, Tensor] = {}
         self.sampler = Sampler(slots, context, shape.vocab, model.device)
 
@@ -87,6 +88,12 @@ class Slots:
                     self.map.give(slot, at, pages)
                 case Copy(source, target):
                     self._copy(source, target)
+
+    def tallied(self, policy: Policy, slot: int) -> dict[str, int]:
+        """What the policy has tallied of the request in a slot, also before it was preempted."""
+        state, former = self.states[policy][slot].tolist(), self.former[policy][slot].tolist()
+        named = zip(policy.tallies.items(), former, strict=True)
+        return {name: int(state[column] - before) for (name, column), before in named}
 
     def vacate(self, slot: int) -> None:
         """Let go of the chunk that an aborted request had on its way; what is left of it is written over."""
@@ -132,14 +139,21 @@ class Slots:
 
     def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:
         """A policy's state of one slot; columns that are tallied over all requests go on."""
-        pool = self.states.setdefault(policy, state.new_zeros(len(self.kept_h_Sd), len(state)))
-        for column in policy.tallies.values():
+        pool = self.states.setdefault(policy, state.new_zeros(len(self), len(state)))
+        former = self.former.setdefault(policy, state.new_zeros(len(self), len(policy.tallies)))
+        for n, column in enumerate(policy.tallies.values()):
+            former[slot, n] = pool[slot, column] - state[column]
             state[column] = pool[slot, column]
         pool[slot] = state
 
     def _save(self, sequence: Sequence, slot: int, pages: tuple[int, ...]) -> Saved:
         policy = sequence.request.policy
-        state = self.states[policy][slot].cpu().clone() if policy in self.states else None  # type: ignore[index]
+        assert isinstance(policy, Policy)
+        state = None
+        if policy in self.states:
+            state = self.states[policy][slot].cpu().clone()
+            for name, count in self.tallied(policy, slot).items():
+                state[policy.tallies[name]] = count
         chunk = self.chunks.pop(slot, None)
         kv = self.pool.data.index_select(2, self.map.storage(pages)).cpu()
         rows = [pool[slot].cpu().clone() for pool in self.rows()]

@@ -17,7 +17,8 @@ def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
     Tokens a question include it. Shares are in 0..1, None where there is nothing to divide by. `by_extractor` has the
     accuracy by each of several extractors. `depth_by_level` is the mean depth of the tokens that take so many steps of
     work, where the task marks them. `latency_s` has percentiles (between the two nearest values) over answers, each
-    from its beginning to its end; what was too long to be asked is left out.
+    from its beginning to its end; what was too long to be asked is left out. `tallies`, of policies that have some: of
+    `confidence` how often its tests kept a row, and how often one alone did.
     """
     groups = sorted({sample["group"] for sample in samples if sample["group"] is not None}, key=_order)
     return {
@@ -32,6 +33,7 @@ def aggregate(samples: Sequence[Sample]) -> dict[str, Any]:
         "by_group": {str(group): _summary([s for s in samples if s["group"] == group]) for group in groups},
         "depth_by_level": _by_level(samples),
         "latency_s": _latency([sample["latency_s"] for sample in samples if sample.get("latency_s")]),
+        **_tallies(samples),
     }
 
 
@@ -51,6 +53,13 @@ def layer_shares(found: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[
 
 def _latency(seconds: Sequence[float]) -> dict[str, float | None]:
     return {f"p{q}": _percentile(sorted(seconds), q / 100) for q in (50, 95)}
+
+
+def _tallies(samples: Sequence[Sample]) -> dict[str, dict[str, int]]:
+    total = Counter[str]()
+    for sample in samples:
+        total.update(sample.get("tallies", {}))
+    return {"tallies": dict(total)} if total else {}
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float | None:

@@ -113,9 +113,10 @@ def certify(
     ids = [question.id for question in questions]
     check_questions(ids, split=split, test_ids=tests, fitted_on=fitted_on)
     backends = Backends(study, options)
-    backends.check(asked)  # before the plan is written, which cannot be changed afterwards
+    used = backends.check(asked)  # before the plan is written, which cannot be changed afterwards
     grid = (_distinct if profiles else _ordered)([_setting(arm) for arm in points])
-    fix_plan(Path(out), _plan(goal, grid=grid, ids=ids, model=model, task=asked.name))
+    of = [used[arm.name] for arm in points]
+    fix_plan(Path(out), _plan(goal, grid=grid, used=of, ids=ids, model=model, task=asked.name))
     records = run_study(study, out=out, options=options, backends=backends, progress=progress)
     return calibrate(goal, full=records[0], grid=records[1:], out=out, fitted_on=fitted_on, test_ids=tests)
 
@@ -147,7 +148,8 @@ def calibrate(
     check_questions(ids, split=full.settings_used.get("split"), test_ids=test_ids, fitted_on=fitted_on)
     used = points[0].settings_used
     folder = Path(out)
-    fix_plan(folder, _plan(goal, grid=order, ids=ids, model=used["model"], task=used["task"]))
+    of = [record.settings_used for record in points]
+    fix_plan(folder, _plan(goal, grid=order, used=of, ids=ids, model=used["model"], task=used["task"]))
     losses = [_losses(goal.loss, full, record, ids) for record in points]
     count, method, p_values = _tested(goal, losses, points, ids)
     certificate = Certificate(
@@ -259,9 +261,19 @@ def _distinct(grid: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _plan(
-    goal: Goal, *, grid: Sequence[Mapping[str, Any]], ids: Sequence[str], model: str, task: str
+    goal: Goal,
+    *,
+    grid: Sequence[Mapping[str, Any]],
+    used: Sequence[Mapping[str, Any]],
+    ids: Sequence[str],
+    model: str,
+    task: str,
 ) -> dict[str, Any]:
-    """What must be fixed before the answers are looked at."""
+    """What must be fixed before the answers are looked at; `used` are all settings of each point of the grid."""
+    heads = dict[str, Any]()
+    if used[0]["policy"] in PROFILED:  # whose names in the grid do not say which thresholds they are
+        heads = {"policy": used[0]["policy"], "head_hash": used[0].get("head_hash")}
+        heads["profile_hashes"] = [settings.get("profile_hash") for settings in used]
     return {
         "version": _VERSION,
         "model": model,
@@ -274,6 +286,7 @@ def _plan(
         "monotonise": goal.monotonise,
         "n": len(ids),
         "question_ids_sha256": question_set_hash(ids),
+        **heads,
     }
 
 

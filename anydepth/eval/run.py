@@ -120,9 +120,12 @@ def sampling_of(arm: Arm, task: Task) -> Sampling:
 def sample(question: Question, reply: Reply, *, task: Task, backend: Backend) -> Sample:
     """One line of samples.jsonl: what was answered, at which depths, at what cost, and what it is worth."""
     if reply.scores:
-        return _line(question, reply.ask, _scored(question, reply.scores, task), seconds=reply.seconds)
-    assert reply.output is not None
-    return _line(question, reply.ask, _generated(question, reply.output, task, backend), seconds=reply.seconds)
+        answered = _scored(question, reply.scores, task)
+    else:
+        assert reply.output is not None
+        answered = _generated(question, reply.output, task, backend)
+    tallies = {"tallies": dict(reply.tallies)} if reply.tallies else {}
+    return _line(question, reply.ask, {**answered, **tallies}, seconds=reply.seconds)
 
 
 def _generated(question: Question, output: Output, task: Task, backend: Backend) -> dict[str, Any]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from anydepth.models.heads import load_heads
+from anydepth.models.heads import check_backbone, load_heads
 from anydepth.models.heads_about import read_about
 from anydepth.models.llama import Llama
-from anydepth.models.load import Checkpoint, load_checkpoint
+from anydepth.models.load import Checkpoint, load_checkpoint, open_weights, weights_hash
+from anydepth.models.locate import locate
 from anydepth.profile import Profile, profile_path
 
 
@@ -20,11 +21,15 @@ def load_with_heads(
     `segments` says more; the hash of the heads' file. ValueError for a looped model."""
     if heads is None:
         return load_checkpoint(name, segments=segments, **options), None
-    if segments is None:
-        segments = sorted(map(int, read_about(heads)["exits"]))
+    about = read_about(heads)
+    exits = sorted(map(int, about["exits"]))
     try:
-        checkpoint = load_checkpoint(name, segments=segments, **options)
+        checkpoint = load_checkpoint(name, segments=exits if segments is None else segments, **options)
     except ValueError as error:
+        weights = open_weights(locate(name, revision=options.get("revision")).path)
+        layers = weights.config.get("num_hidden_layers")
+        if isinstance(layers, int) and exits[-1] > layers:  # of a deeper model: that is what to say
+            check_backbone(heads, about, weights_hash(weights.files))
         raise ValueError(f"with the exit heads in {heads}: {error}") from error
     model = checkpoint.model
     assert isinstance(model, Llama), "segments= is refused for all others"

@@ -140,11 +140,7 @@ def load_heads(
     width or vocabulary, for exits that are no layer of it, and for files that are missing, corrupt or not as they were
     written."""
     folder, about = Path(folder).expanduser(), read_about(folder)
-    if about["model_hash"] != model_hash:
-        raise ValueError(
-            f"{folder}: these heads were made for the backbone {about['model_hash'][:16]}, this one is "
-            f"{model_hash[:16]}; heads belong to one backbone, train some for this one"
-        )
+    check_backbone(folder, about, model_hash)
     found = files_hash([folder / FILE])
     if found != about["sha256"]:
         raise ValueError(f"{folder / FILE} is not the file that {ABOUT} describes (its sha256 differs); get both again")
@@ -166,6 +162,15 @@ def load_heads(
         raise ValueError(f"{folder / FILE} holds what {ABOUT} does not name: {', '.join(sorted(tensors)[:3])}")
     rest = {key: value for key, value in about.items() if key not in ("version", "model_hash", "exits", "sha256")}
     return ExitHeads(model_hash=model_hash, heads=heads, probes=probes, about=rest, hash=found)
+
+
+def check_backbone(folder: str | Path, about: Mapping[str, Any], model_hash: str) -> None:
+    """ValueError for heads of another backbone than the one with this hash."""
+    if about["model_hash"] != model_hash:
+        raise ValueError(
+            f"{folder}: these heads were made for the backbone {about['model_hash'][:16]}, this one is "
+            f"{model_hash[:16]}; heads belong to one backbone, train some for this one"
+        )
 
 
 def _checked(

@@ -62,7 +62,7 @@ class _Looped(Fill):
     def check(self, shape: Shape) -> None:
         if not shape.shared_weights:
             raise ValueError(
-                f"fill {self.name!r} is for looped models; this one is layered, allowed: 'full', 'deferred'"
+                f"fill {self.name!r} is for looped models; this one is layered, allowed: 'full', 'deferred', 'project'"
             )
 
 
@@ -93,7 +93,8 @@ class Project(Fill):
     def check(self, shape: Shape) -> None:
         if shape.shared_weights:
             raise ValueError(
-                "fill 'project' is for layered models; this one is looped, allowed: 'last_exited', 'full', ..."
+                "fill 'project' is for layered models; this one is looped, allowed: 'full', 'last_exited', 'deferred', "
+                "'shared'"
             )
 
     def leave(self, model: Projects, pool: KVPool, early: Early) -> None:

@@ -253,6 +253,22 @@ def test_a_certificate_is_made_and_an_llm_keeps_to_it(folder, probes):
         LLM(folder, certificate=certificate, heads=folder / "heads")
 
 
+def test_a_certificate_is_of_the_dtype_in_which_the_model_is_served(folder, probes, tmp_path):
+    mine = job(folder, dtype="bfloat16", device="cpu:0")
+    assert mine.command == f"{job(folder).command} --dtype bfloat16 --device cpu:0"
+    hub = replace(mine, model="org/name", revision="v1").command
+    assert hub.startswith("anydepth calibrate --model org/name ") and hub.endswith(" --revision v1")
+    calibrate_heads(mine, tmp_path, report=quiet)
+    certificate = Certificate.read(tmp_path / "certificate.json")
+    options = {"heads": folder / "heads", "profile": tmp_path / f"profiles/{certificate.chosen['profile']}.toml"}
+    held = LLM(folder, certificate=certificate, dtype="bfloat16", **options)
+    assert certificate.dtype == "bfloat16" and held.generate("a b c")
+    with pytest.raises(ValueError, match="dtype is 'float32', not 'bfloat16'"):
+        LLM(folder, certificate=certificate, **options)
+    with pytest.raises(ValueError, match="answers of another dtype"):
+        calibrate_heads(mine, tmp_path / "other", answers=folder / "made", report=quiet)
+
+
 def test_a_profile_that_was_changed_is_not_the_certified_one(folder, probes, tmp_path):
     certificate = Certificate.read(probes[1] / "certificate.json")
     path = tmp_path / f"{certificate.chosen['profile']}.toml"
@@ -406,6 +422,13 @@ def test_the_command(folder, probes, tmp_path, capsys):
     shutil.copytree(folder / "heads", tmp_path / "heads")
     options = ["--model", folder, "--heads", tmp_path / "heads", "--policy", "probe", "--data", folder / "few.jsonl"]
     options += ["--answers", folder / "few", "--answer-tokens", 9, "--out", tmp_path / "out"]
+    for name, value, message in (
+        ("--dtype", "half", "unknown dtype 'half'"),
+        ("--device", "moon", "device is 'moon'"),
+        ("--revision", "v1", "revision='v1'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("calibrate", *options, name, value)
     run("calibrate", *options, "--level", 0.5, "--install", "--json")
     found = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]
     assert [*found["profiles"]] == ["probe-0.5"]
@@ -452,6 +475,7 @@ def test_check_refuses_a_profile_of_other_heads(folder, tmp_path):
         ),
         (["--level", "0.9", "--eps", "0.1"], "--level is for fitting profiles"),
         (["--fill", "full", "--eps", "0.1"], "--fill is for fitting profiles"),
+        (["--dtype", "bfloat16", "--device", "cuda", "--eps", "0.1"], "--dtype, --device is for fitting profiles"),
         ([], "a task's certificate needs --eps"),
         (["--eps", "0.1", "--data", "a", "--data", "b"], "one folder of data files"),
         (["--eps", "0.1", "--policy", "probe"], "give --profile, the strictest first"),

@@ -3,12 +3,14 @@ engine and everybody else's requests go on as if nothing had been asked."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
 import torch
 
 from anydepth.engine.engine import Engine
+from anydepth.ops.fill import FILLS
 from anydepth.reference.model import Model as Reference
 from anydepth.types import Sampling
 from tests.helpers import Watch, assert_empty, drain, expected, poison, twins
@@ -222,13 +224,18 @@ def test_engine_options(options, message):
         Engine(model, **options)
 
 
-@pytest.mark.parametrize("fill", ["last_exited", "shared"])
-def test_fills_of_looped_models_are_refused_on_layered_ones(fill):
-    model, _ = twins("layered", segments=(2, 4))
+@pytest.mark.parametrize("kind, fill", [("layered", "last_exited"), ("layered", "shared"), ("looped", "project")])
+def test_a_fill_that_the_model_has_not_is_refused_naming_those_it_has(kind, fill):
+    model, _ = twins(kind, segments=(2, 4) if kind == "layered" else None)
+    fits = set()
+    for name in FILLS:
+        with contextlib.suppress(ValueError):
+            fits.add(Engine(model, fill=name).fill.name)
     with pytest.raises(
-        ValueError, match=f"fill '{fill}' is for looped models; this one is layered, allowed: 'full', 'deferred'"
-    ):
+        ValueError, match=rf"fill '{fill}' is for (looped|layered) models; .* {kind}, allowed: "
+    ) as said:
         Engine(model, fill=fill)
+    assert {*re.findall(r"'(\w+)'", str(said.value).split("allowed")[1])} == fits
 
 
 def test_sampling_must_be_a_sampling():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -211,6 +212,27 @@ def test_a_token_that_has_left_is_tallied_no_more(signals):
     assert stats[0] == stats[1] and stats[0]["stayed"] > 0
 
 
+@pytest.mark.parametrize("signals", ["sync", "exact"])
+def test_what_a_request_tallied_is_told_apart_wherever_it_ran(signals):
+    """With few pages, so that requests are preempted and change slots, each tallies what it does alone."""
+
+    def tallied(numbers, **options):
+        model, _, _ = with_heads("low_rank")
+        engine = Engine(model, fill="deferred", signals=signals, profiles=[PROFILE], page_size=4, **options)
+        engine.tallied = {}
+        asks = [Sampling(max_tokens=6 + n, exit_policy="confidence", ignore_eos=True) for n in numbers]
+        requests = [engine.prepare([n, 7, 9], ask, id=str(n)) for n, ask in zip(numbers, asks, strict=True)]
+        drain(engine, requests)
+        stats, total = engine.stats(), {name: sum(t[name] for t in engine.tallied.values()) for name in NAMES}
+        assert total == {name: stats[name] for name in NAMES}
+        return engine.tallied, stats["preempted"]
+
+    NAMES = ("stayed", "stayed_by_logit", "stayed_by_margin", "stayed_by_entropy")
+    together, preempted = tallied(range(6), max_batch=3, kv_pages=8)
+    alone = {id: t for n in range(6) for id, t in tallied([n])[0].items()}
+    assert together == alone and preempted > 0 and len({t["stayed"] for t in alone.values()}) > 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_come_back_from_their_folder(kind, tmp_path):
     model, _, heads = with_heads(kind)
@@ -231,6 +253,38 @@ def test_heads_come_back_from_their_folder(kind, tmp_path):
         load_heads(tmp_path, model_hash="m", **options)
     with pytest.raises(ValueError, match="there are no exit heads"):
         load_heads(tmp_path / "nowhere", model_hash="m", **options)
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("exits", None),
+        ("exits", {}),
+        ("exits", [1, 2]),
+        ("exits", {"one": "norm"}),
+        ("exits", {"1": ["norm"]}),
+        ("model_hash", None),
+        ("model_hash", 5),
+        ("sha256", None),
+    ],
+)
+def test_a_malformed_description_of_heads_names_file_and_key(key, value, tmp_path):
+    folder = write_random_nano(tmp_path / "model", kind="layered")
+    random_heads("norm").save(tmp_path)
+    about = {name: given for name, given in read_about(tmp_path).items() if name != key}
+    (tmp_path / ABOUT).write_text(json.dumps(about if value is None else about | {key: value}))
+    with pytest.raises(ValueError, match=rf"heads\.json: {key} is {re.escape(repr(value))}; allowed: "):
+        LLM(folder, heads=tmp_path)
+
+
+def test_heads_of_a_deeper_model_are_refused_as_another_models(tmp_path):
+    folder = write_random_nano(tmp_path / "model", kind="layered")
+    random_heads("norm", exits=(1, 25)).save(tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"made for the backbone m, this one is .* train some for this one"):
+        LLM(folder, heads=tmp_path / "heads")
+    random_heads("norm").save(tmp_path / "heads")
+    with pytest.raises(ValueError, match=r"segments=\[1, 99\]: exit layers must rise"):
+        LLM(folder, heads=tmp_path / "heads", segments=[1, 99])
 
 
 BROKEN = [
@@ -303,6 +357,18 @@ def test_the_published_profile_reads():
     profile = Profile.read(path)
     assert [exit.layer for exit in profile.exits] == list(range(4, 29, 4)) and profile.gate_temperature == 2.0
     assert profile.exits[0].logit == 5.1093 and profile.exits[-1].margin == 1.0184
+
+
+def test_the_profile_that_the_page_shows_reads(tmp_path):
+    """The page to which the error of a file that is none points."""
+    (tmp_path / "none.toml").write_text("[[exit")
+    with pytest.raises(ValueError, match=r"give a TOML file as (\S+) shows it") as error:
+        Profile.read(tmp_path / "none.toml")
+    page = re.search(r"as (\S+) shows it", str(error.value))[1]
+    (shown,) = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[2] / page).read_text(), re.S)
+    (tmp_path / "shown.toml").write_text(shown)
+    read = Profile.read(tmp_path / "shown.toml")
+    assert read.name == "careful" and read.policies == ("confidence", "probe")
 
 
 BAD = [

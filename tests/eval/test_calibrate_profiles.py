@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -36,6 +37,23 @@ def test_profiles_are_certified_on_a_task(tmp_path):
     options = {"heads": heads, "profile": ["careful", "eager"], "certificate": tmp_path / "out/certificate.json"}
     held = LLM(model, **options)
     assert held.generate("Ann has 5 .")[0].depths[1:] and set(held.generate("Ann has 5 .")[0].depths[1:]) == {1}
+    fixed = (tmp_path / "out/grid.json").read_text()
+    assert json.loads(fixed)["grid"] == [{"profile": "careful"}, {"profile": "eager"}]
+    shutil.rmtree(tmp_path / "out/eager")
+    before = eager.read_text()
+    eager.write_text('name = "eager"\n[[exit]]\nlayer = 1\nprobe = 0.1\n')
+    with pytest.raises(ValueError, match=r"something is altered: profile_hashes was \['\w+', '\w+'\] and is"):
+        app(list(map(str, words)), standalone_mode=False)
+    eager.write_text(before)
+    words[words.index("probe")] = "confidence"
+    with pytest.raises(ValueError, match="something is altered: policy was 'probe' and is 'confidence'"):
+        app(list(map(str, words)), standalone_mode=False)
+    words[words.index("confidence")] = "probe"
+    write_heads(heads, model, kind="norm")
+    with pytest.raises(ValueError, match="something is altered: head_hash was"):
+        app(list(map(str, words)), standalone_mode=False)
+    write_heads(heads, model)
+    assert (tmp_path / "out/grid.json").read_text() == fixed
     (heads / "profiles/eager.toml").write_text("[[exit]]\nlayer = 1\nprobe = 0.1\n")
     with pytest.raises(ValueError, match="profile 'eager' was changed after it was certified"):
         LLM(model, **options)

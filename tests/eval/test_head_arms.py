@@ -12,14 +12,16 @@ from anydepth import LLM, Sampling
 from anydepth.cli import app
 from anydepth.eval.arms import Arm, Study
 from anydepth.eval.backends.engine import EngineBackend
+from anydepth.eval.backends.load import load_backend
 from anydepth.eval.compare.compare import compare
 from anydepth.eval.compare.rules import judge
 from anydepth.eval.compare.sequences import compare_sequences
 from anydepth.eval.protocol import study_of
 from anydepth.eval.report.report import report
-from anydepth.eval.run import in_force
+from anydepth.eval.run import in_force, run
 from anydepth.eval.show import show_arms
 from anydepth.eval.study import freeze_study, run_study
+from anydepth.eval.task import load_task
 from anydepth.record import Record
 from tests.eval.made_heads import CAREFUL, EAGER, write_heads, write_profile
 from tests.eval.made_records import answer, write_arm
@@ -95,6 +97,30 @@ def test_a_record_says_which_heads_and_profile_ran(folder, monkeypatch):
     assert {depth for sample in eager.samples for depth in sample["depths"][1:]} == {1}
     ids = [{s["id"]: s["output_ids"] for s in record.samples} for record in (plain, never)]
     assert ids[0] == ids[1]
+
+
+def test_a_record_says_which_tests_kept_rows_of_a_run_that_was_stopped_too(folder):
+    """Of all answers, the ones before the end and after it."""
+    arm = Arm.parse({"name": "a", "policy": "confidence", "profile": "careful", "heads": str(folder / "heads")})
+    backend = load_backend(arm, str(folder / "model"), concurrency=2)
+    task = load_task("nano")
+    options = {"task": task, "backend": backend, "questions": task.select(limit=6), "concurrency": 2}
+    whole = run(arm, out=folder / "whole", **options)
+    stats = {name: n for name, n in backend.llm.stats().items() if name.startswith("stayed")}
+    assert whole.aggregates["tallies"] == stats and stats["stayed"] >= stats["stayed_by_margin"] > 0
+    left = iter("abc")
+    with pytest.raises(StopIteration):
+        run(arm, out=folder / "part", progress=lambda count: next(left), **options)
+    assert len((folder / "part/samples.jsonl").read_text().splitlines()) == 3
+    again = run(arm, out=folder / "part", **options)
+    assert again.aggregates["tallies"] == stats
+    assert {s["id"]: s["tallies"] for s in again.samples} == {s["id"]: s["tallies"] for s in whole.samples}
+    never = Arm.parse({"name": "b", "policy": "never"})
+    plain = run(never, out=folder / "plain", **options)
+    assert "tallies" not in plain.aggregates and "tallies" not in plain.samples[0]
+    report([folder], folder / "page")
+    _, told = (folder / "page/report.md").read_text().split("how often a policy's tests kept a row")
+    assert " stayed | stayed by logit alone " in told and f" {stats['stayed']} | {stats['stayed_by_logit']} " in told
 
 
 def test_what_differs_between_arms_with_heads(folder):

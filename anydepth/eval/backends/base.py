@@ -6,8 +6,8 @@ The same token ids go into every backend and token ids come out, so that arms di
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from anydepth.types import Output, Sampling, Score
@@ -34,12 +34,14 @@ class Ask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reply:
-    """What became of an Ask: a generated Output or one Score a continuation. seconds: from its beginning on."""
+    """What became of an Ask: a generated Output or one Score a continuation. seconds: from its beginning on. tallies:
+    what its exit policy counts of itself, such as the rows that one test alone kept (`anydepth.exits.confidence`)."""
 
     ask: Ask
     seconds: float
     output: Output | None = None
     scores: tuple[Score, ...] = ()
+    tallies: Mapping[str, int] = field(default_factory=dict)
 
 
 class Backend(ABC):

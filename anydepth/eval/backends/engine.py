@@ -57,6 +57,7 @@ class EngineBackend(Backend):
         waiting = [(ask, self._request(ask, sampling)) for ask in reversed(asks)]
         flying: dict[str, tuple[Ask, float]] = {}
         scores: dict[str, list[Score]] = {}
+        engine.tallied = tallied = dict[str, dict[str, int]]()
         try:
             while waiting or flying:
                 while waiting and len(flying) < concurrency:
@@ -72,8 +73,10 @@ class EngineBackend(Backend):
                         ask, start = flying.pop(chunk.request_id)
                         done = tuple(scores.pop(chunk.request_id, ()))
                         output = None if done else chunk.output
-                        yield Reply(ask=ask, output=output, scores=done, seconds=time.perf_counter() - start)
+                        seconds, tallies = time.perf_counter() - start, tallied.pop(chunk.request_id, {})
+                        yield Reply(ask=ask, output=output, scores=done, seconds=seconds, tallies=tallies)
         finally:
+            engine.tallied = None
             for id in flying:
                 engine.abort(id)
             if flying:

@@ -202,6 +202,7 @@ def depths_block(section: Section) -> Block | None:
         tables=(
             Table(head=("arm", "shallow to deep", f"mean {word}" if layered else "mean", *names), rows=tuple(rows)),
             *_levels(entries, max(entry.settings["segments"] for entry in entries)),
+            *_tallies(entries),
         ),
     )
 
@@ -257,6 +258,15 @@ def _levels(entries: Sequence[Entry], segments: int) -> list[Table]:
     )
     heads = [f"{level} step{'s' if level != '1' else ''}" for level in columns]
     return [Table(head=("mean depth of tokens by steps of work", *heads), rows=rows)]
+
+
+def _tallies(entries: Sequence[Entry]) -> list[Table]:
+    """What policies count of themselves: of `confidence`, which of its tests kept rows."""
+    found = {entry.label: entry.found["tallies"] for entry in entries if entry.found.get("tallies")}
+    names = list(dict.fromkeys(name for tallies in found.values() for name in tallies))
+    rows = [(label, *(str(tallies.get(name, "–")) for name in names)) for label, tallies in found.items()]
+    heads = (name.replace("_by_", " by ").replace("_", " ") + " alone" * ("_by_" in name) for name in names)
+    return [Table(head=("how often a policy's tests kept a row", *heads), rows=tuple(rows))] if rows else []
 
 
 def groups_block(section: Section, pairs: Pairs) -> Block | None:
