@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -188,6 +189,8 @@ class Actor(Remote):
         super().__init__(hub, put)
         import ray
 
+        if order.device.startswith("cuda"):
+            order = replace(order, device="cuda:0")  # whichever GPU of its host it gets, it sees no other
         self._ray: Any = ray
         options = {"num_cpus": order.threads, "num_gpus": int(order.device.startswith("cuda"))}
         needs = {host: 0.001} if host is not None else {}
