@@ -112,7 +112,10 @@ class Hub:
         return self._numbers
 
     def _enter(self, line: Connection) -> None:
-        self._expected.pop(pickle.loads(line.recv_bytes())).connected(line)
+        with contextlib.suppress(EOFError, OSError):
+            link = self._expected.pop(pickle.loads(line.recv_bytes()), None)
+            if link is not None:
+                link.connected(line)
 
     def close(self) -> None:
         self._door.close()

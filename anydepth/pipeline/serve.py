@@ -12,12 +12,12 @@ import pickle
 import queue
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +35,8 @@ from anydepth.pipeline.messages import (
     unpacked,
 )
 from anydepth.pipeline.worker import Worker
+
+HANDSHAKE_S = 30.0  # to show that one knows the key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,31 +125,42 @@ class Sockets:
 
 
 class Door:
-    """Where others connect: those who know the key are handed to `enter`. `where`: a folder of this machine, in which
-    the door gets a name, or this machine's address, at which it gets a port that other hosts can reach."""
+    """Where others connect: whoever knows the key is handed to `enter`, in a thread of its own. `where`: a folder of
+    this machine, in which the door gets a name, or this machine's address, at which it gets a port that other hosts can
+    reach."""
 
     def __init__(self, where: Path | str, key: bytes, enter: Callable[[Connection], None]) -> None:
         self._key, self._enter, self._open = key, enter, True
         if isinstance(where, Path):
             name = str(where / secrets.token_hex(6))
-            self._listener = Listener(name, family="AF_UNIX", backlog=16, authkey=key)
+            self._listener = Listener(name, family="AF_UNIX", backlog=16)
         else:
-            self._listener = Listener((where, 0), family="AF_INET", backlog=16, authkey=key)
+            self._listener = Listener((where, 0), family="AF_INET", backlog=16)
         self.address = self._listener.address
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
     def _accept(self) -> None:
         while self._open:
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                line = self._listener.accept()
-                if self._open:
-                    self._enter(quick(line))
+            with contextlib.suppress(OSError):
+                threading.Thread(target=self._let_in, args=(self._listener.accept(),), daemon=True).start()
+
+    def _let_in(self, line: Connection) -> None:
+        try:
+            limit(line, HANDSHAKE_S)
+            deliver_challenge(line, self._key)
+            answer_challenge(line, self._key)
+            limit(line, 0)
+        except Exception:  # whatever a stranger says
+            line.close()
+        else:
+            if self._open:
+                self._enter(quick(line))
 
     def close(self) -> None:
         self._open = False
-        with contextlib.suppress(AuthenticationError, EOFError, OSError):
-            dial(self.address, self._key).close()  # which is what the thread waits for
+        with contextlib.suppress(OSError):
+            Client(self.address).close()  # which is what the thread waits for
         self._thread.join(timeout=10)
         self._listener.close()
 
@@ -200,6 +213,14 @@ def send(line: Connection, message: Any) -> None:
 
 def dial(address: Any, key: bytes) -> Connection:
     return quick(Client(address, authkey=key))
+
+
+def limit(line: Any, seconds: float) -> None:
+    """Let whatever waits for the other end fail with BlockingIOError after so long; 0: never."""
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.fromfd(line.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            copy.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 def quick(line: Any) -> Any:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+import queue
+import socket
 import sys
+import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from anydepth.pipeline.links import Actor
+from anydepth.pipeline import serve
+from anydepth.pipeline.links import Actor, Hub
 from anydepth.pipeline.serve import Order
 
 ORDER = Order(
@@ -29,3 +36,46 @@ def test_an_actor_calls_its_only_gpu_the_first(monkeypatch, device, gpus, told):
     hub = SimpleNamespace(address="", key=b"", expect=lambda link: 1)
     Actor(replace(ORDER, device=device), lambda said: None, hub, None)
     assert seen == {"device": told, "gpus": gpus}
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+def test_who_says_nothing_or_nonsense_keeps_nobody_out(monkeypatch, host):
+    """Strangers, and one who knows the key and gives a number that nobody expects, come before the worker."""
+    monkeypatch.setattr(serve, "HANDSHAKE_S", 1.0)
+    hub, came = Hub(host), queue.SimpleQueue()
+    with contextlib.closing(hub), contextlib.ExitStack() as open_:
+        silent, loud = (open_.enter_context(stranger(hub.address)) for _ in range(2))
+        loud.sendall(b"\xff" * 100)
+        odd = open_.enter_context(in_a_thread(serve.dial, hub.address, hub.key))
+        odd.send_bytes(pickle.dumps(77))
+        number = hub.expect(SimpleNamespace(connected=came.put))
+        line = open_.enter_context(in_a_thread(serve.dial, hub.address, hub.key))
+        line.send_bytes(pickle.dumps(number))
+        worker = open_.enter_context(came.get(timeout=5))
+        time.sleep(1.2)  # the time that strangers have is not a worker's
+        line.send_bytes(b"still here")
+        assert worker.recv_bytes() == b"still here"
+        for stranger_ in (silent, loud):
+            assert cut_off(stranger_)
+
+
+def stranger(address):
+    line = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    line.connect(address)
+    return line
+
+
+def in_a_thread(function, *arguments):
+    """What it returns, within five seconds."""
+    results = queue.SimpleQueue()
+    threading.Thread(target=lambda: results.put(function(*arguments)), daemon=True).start()
+    return results.get(timeout=5)
+
+
+def cut_off(line):
+    """Whether the other end closes the connection within five seconds."""
+    line.settimeout(5)
+    with contextlib.suppress(ConnectionResetError):
+        while line.recv(1000):
+            pass
+    return True
