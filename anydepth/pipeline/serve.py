@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple, Protocol
 from anydepth.pipeline.messages import (
     Ask,
     Batch,
+    Broken,
     Gone,
     Hello,
     Join,
@@ -36,7 +38,7 @@ from anydepth.pipeline.messages import (
 )
 from anydepth.pipeline.worker import Worker
 
-HANDSHAKE_S = 30.0  # to show that one knows the key
+HANDSHAKE_S = 30.0  # for each answer until both ends know the other to have the key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +70,8 @@ class Outlet(Protocol):
 
     to_router: Callable[[Any], None]
 
-    def connect(self, following: Any) -> None:
-        """From now on batches go to that worker; None: nowhere."""
+    def connect(self, join: Join) -> bool:
+        """From now on batches go to the worker that follows; whether it can be reached."""
 
     def onward(self, batch: Batch) -> None: ...
 
@@ -78,10 +80,12 @@ def work(worker: Worker, inbox: queue.SimpleQueue[Any], outlet: Outlet) -> None:
     """Handle messages until Stop. Batches of another epoch are dropped: their requests have ended."""
     while not isinstance(message := inbox.get(), Stop):
         match message:
-            case Join(epoch, following):
+            case Join(epoch):
                 worker.join(epoch)
-                outlet.connect(following)
-                outlet.to_router(Joined(epoch))
+                if outlet.connect(message):
+                    outlet.to_router(Joined(epoch))
+            case Broken():
+                outlet.to_router(message)
             case Ask():
                 outlet.to_router(worker.held())
             case Kill():
@@ -103,25 +107,40 @@ class Doors(NamedTuple):
 
 
 class Sockets:
-    """The outlet of a worker towards another process. `to_router`: what takes messages to the router."""
+    """The outlet of a worker towards another process. `to_router`: what takes messages to the router. That a connection
+    was made and then broke is put into the worker's own `inbox`."""
 
-    def __init__(self, to_router: Callable[[Any], None], key: bytes) -> None:
-        self.to_router, self._key = to_router, key
+    def __init__(self, to_router: Callable[[Any], None], inbox: queue.SimpleQueue[Any], key: bytes) -> None:
+        self.to_router, self._inbox, self._key = to_router, inbox, key
         self._next: Connection | None = None
 
-    def connect(self, following: Any) -> None:
-        if self._next is not None:
-            self._next.close()
-        self._next = None
-        if following is not None:
-            # A worker that has died since: the router will say which one follows instead.
-            with contextlib.suppress(OSError, EOFError):
-                self._next = dial(following, self._key)
+    def connect(self, join: Join) -> bool:
+        self.close()
+        if join.following is None:
+            return True
+        try:
+            self._next = dial(join.following, self._key)
+        except (OSError, EOFError, AuthenticationError) as error:
+            self.to_router(Broken(join.epoch, f"{type(error).__name__}: {error}"))
+            return False
+        last = Broken(join.epoch, "the connection ended")  # nothing else ever comes back
+        threading.Thread(target=receive, args=(self._next, self._inbox.put, last), daemon=True).start()
+        return True
 
     def onward(self, batch: Batch) -> None:
         if self._next is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # then `receive` ends, too
                 send(self._next, packed(batch))
+
+    def close(self) -> None:
+        """End the connection; `receive` hears of that, and the last user closes it."""
+        if self._next is not None:
+            with (
+                contextlib.suppress(OSError),
+                socket.fromfd(self._next.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy,
+            ):
+                copy.shutdown(socket.SHUT_RDWR)
+        self._next = None
 
 
 class Door:
@@ -187,7 +206,7 @@ def serve(order: Order, router: Any, number: int, key: bytes, where: Path | str)
         with contextlib.closing(Door(where, key, letting_in(inbox))) as door:
             threading.Thread(target=receive, args=(line, inbox.put, Stop()), daemon=True).start()
             send(line, Hello(door.address))
-            work(worker, inbox, Sockets(partial(send, line), key))
+            work(worker, inbox, Sockets(partial(send, line), inbox, key))
     except BaseException as error:
         with contextlib.suppress(OSError):
             send(line, Gone(f"{type(error).__name__}: {error}"))
@@ -212,7 +231,18 @@ def send(line: Connection, message: Any) -> None:
 
 
 def dial(address: Any, key: bytes) -> Connection:
-    return quick(Client(address, authkey=key))
+    """Connect to a Door. OSError, EOFError or AuthenticationError where that fails or takes too long."""
+    try:
+        with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as plain:
+            limit(plain, HANDSHAKE_S)
+            plain.connect(address)
+            line = Connection(plain.detach())
+        answer_challenge(line, key)
+        deliver_challenge(line, key)
+    except BlockingIOError:
+        raise TimeoutError(f"{address} has not answered for {HANDSHAKE_S:.0f} s") from None
+    limit(line, 0)
+    return quick(line)
 
 
 def limit(line: Any, seconds: float) -> None:

@@ -8,7 +8,6 @@ import queue
 import socket
 import sys
 import threading
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import pytest
 
 from anydepth.pipeline import serve
 from anydepth.pipeline.links import Actor, Hub
+from anydepth.pipeline.messages import Broken, Join, Stop
 from anydepth.pipeline.serve import Order
 
 ORDER = Order(
@@ -52,11 +52,32 @@ def test_who_says_nothing_or_nonsense_keeps_nobody_out(monkeypatch, host):
         line = open_.enter_context(in_a_thread(serve.dial, hub.address, hub.key))
         line.send_bytes(pickle.dumps(number))
         worker = open_.enter_context(came.get(timeout=5))
-        time.sleep(1.2)  # the time that strangers have is not a worker's
-        line.send_bytes(b"still here")
-        assert worker.recv_bytes() == b"still here"
+        for here, there in ((line, worker), (worker, line)):  # neither is held to the time that strangers have
+            threading.Timer(1.2, here.send_bytes, (b"still here",)).start()
+            assert there.recv_bytes() == b"still here"
         for stranger_ in (silent, loud):
             assert cut_off(stranger_)
+
+
+@pytest.mark.parametrize("kind", ["gone", "silent", "another key"])
+def test_a_worker_that_cannot_reach_the_next_does_not_join(monkeypatch, tmp_path, kind):
+    monkeypatch.setattr(serve, "HANDSHAKE_S", 0.3)
+    inbox, said = queue.SimpleQueue(), []
+    with contextlib.ExitStack() as open_:
+        if kind == "another key":
+            address = open_.enter_context(contextlib.closing(serve.Door(tmp_path, b"theirs", print))).address
+        else:
+            listener = socket.create_server(("127.0.0.1", 0))
+            address = open_.enter_context(listener).getsockname()
+            if kind == "gone":
+                listener.close()
+        for message in (Join(3, address), Stop()):
+            inbox.put(message)
+        worker = SimpleNamespace(epoch=0, join=lambda epoch: None)
+        serve.work(worker, inbox, serve.Sockets(said.append, inbox, b"ours"))
+    (broken,) = said
+    reason = {"gone": "ConnectionRefused", "silent": "has not answered", "another key": "AuthenticationError"}
+    assert isinstance(broken, Broken) and broken.epoch == 3 and reason[kind] in broken.reason
 
 
 def stranger(address):
