@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +46,7 @@ class Here:
     def __init__(self, order: Order, put: Put, hub: Hub | None) -> None:
         self._order, self._hub, self.to_router = order, hub, put
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._sockets = None if hub is None else Sockets(put, self._inbox, hub.key)
         self._next: Callable[[Batch], None] | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -54,7 +56,8 @@ class Here:
             worker = self._order.make()
             with contextlib.ExitStack() as open_:
                 address = None
-                if self._hub is not None:
+                if self._hub is not None and self._sockets is not None:
+                    open_.callback(self._sockets.close)
                     door = Door(self._hub.where, self._hub.key, letting_in(self._inbox))
                     open_.callback(door.close)
                     address = door.address
@@ -66,15 +69,13 @@ class Here:
         else:
             self.to_router(Gone("it was told to end"))
 
-    def connect(self, following: Any) -> None:
+    def connect(self, join: Join) -> bool:
         self._next = None
-        if isinstance(following, Doors):
-            self._next = following.inbox.put
-        elif following is not None:
-            assert self._hub is not None
-            sockets = Sockets(self.to_router, self._hub.key)
-            sockets.connect(following)
-            self._next = sockets.onward
+        if isinstance(join.following, Doors):
+            self._next, join = join.following.inbox.put, join._replace(following=None)
+        elif self._sockets is not None:
+            self._next = self._sockets.onward
+        return self._sockets is None or self._sockets.connect(join)
 
     def onward(self, batch: Batch) -> None:
         if self._next is not None:
@@ -111,7 +112,10 @@ class Hub:
         return self._numbers
 
     def _enter(self, line: Connection) -> None:
-        self._expected.pop(pickle.loads(line.recv_bytes())).connected(line)
+        with contextlib.suppress(EOFError, OSError):
+            link = self._expected.pop(pickle.loads(line.recv_bytes()), None)
+            if link is not None:
+                link.connected(line)
 
     def close(self) -> None:
         self._door.close()
@@ -188,6 +192,8 @@ class Actor(Remote):
         super().__init__(hub, put)
         import ray
 
+        if order.device.startswith("cuda"):
+            order = replace(order, device="cuda:0")  # whichever GPU of its host it gets, it sees no other
         self._ray: Any = ray
         options = {"num_cpus": order.threads, "num_gpus": int(order.device.startswith("cuda"))}
         needs = {host: 0.001} if host is not None else {}

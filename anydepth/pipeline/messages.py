@@ -80,7 +80,7 @@ class Stop(NamedTuple):
 
 
 class Kill(NamedTuple):
-    """Die, as if by a fault of your own: for tests of a thread, which nobody else can end."""
+    """Die, as if by a fault of your own: for a thread, which nobody else can end."""
 
 
 class Hello(NamedTuple):
@@ -91,6 +91,13 @@ class Hello(NamedTuple):
 
 class Joined(NamedTuple):
     epoch: int
+
+
+class Broken(NamedTuple):
+    """The connection of that epoch to the worker that follows could not be made or has ended, and why."""
+
+    epoch: int
+    reason: str
 
 
 class Token(NamedTuple):

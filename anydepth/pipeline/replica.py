@@ -17,10 +17,10 @@ from anydepth.exits.load import policy_name
 from anydepth.pipeline.admission import asked_depths
 from anydepth.pipeline.links import Link
 from anydepth.pipeline.manifest import Manifest
-from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Joined, Reads, Row, Seat, Token
+from anydepth.pipeline.messages import Batch, Broken, Gone, Hello, Join, Joined, Reads, Row, Seat, Token
 from anydepth.types import Chunk, Request
 
-TRIES = 3  # of a worker that goes before it has said hello
+TRIES = 3  # starts of a worker without the pipeline's coming up
 
 
 class Replica:
@@ -32,7 +32,9 @@ class Replica:
         self.lives = [0 for _ in stages]
         self.links = [start(stage, 0) for stage in stages]
         self.addresses: list[Any] = [None for _ in stages]
-        self.epoch = self.restarts = self.peak_in_flight = self._failed_starts = 0
+        self.epoch = self.restarts = self.peak_in_flight = 0
+        self._tries = [1 for _ in stages]  # starts since the pipeline was up
+        self._unreached = dict[int, str]()  # who is ended because the one before cannot reach it, and why not
         self.lost: str | None = None  # why it has been given up
         self._joined = set[int]()
         self._numbers = 0
@@ -153,12 +155,18 @@ class Replica:
             return [], ""
         match message:
             case Hello(address):
-                self.addresses[stage], self._failed_starts = address, 0
+                self.addresses[stage] = address
                 if None not in self.addresses:
                     for at, link in enumerate(self.links):
                         link.send(Join(self.epoch, self.addresses[at + 1] if at + 1 < len(self.links) else None))
             case Joined(epoch) if epoch == self.epoch:
                 self._joined.add(stage)
+                if self.up:
+                    self._tries = [0 for _ in self.links]
+            case Broken(epoch, reason) if epoch == self.epoch:
+                self._joined.clear()
+                self._unreached[stage + 1] = reason
+                self.links[stage + 1].kill()  # all else follows from its end, which it may have met by itself
             case Reads() if message.epoch == self.epoch:
                 if message.done:
                     self._in_flight.discard(message.batch)
@@ -185,16 +193,19 @@ class Replica:
     def _died(self, stage: int, reason: str) -> tuple[list[Chunk], str]:
         """Everybody inside had K/V in the worker that has gone, so all of them end; it is started again."""
         why = f"worker {stage + 1} of {len(self.links)} has died: {reason}"
+        if stage in self._unreached:
+            why += f" (worker {stage} could not reach it: {self._unreached[stage]})"
         chunks = [cut_short(sequence, "error") for sequence in self.sequences.values()]
         started = self.addresses[stage] is not None
-        self._failed_starts += not started
         self._empty()
         self.epoch, self.addresses[stage] = self.epoch + 1, None
         self._joined.clear()
+        self._unreached.clear()
         self.lives[stage] += 1
-        if self._failed_starts >= TRIES:
+        if self._tries[stage] >= TRIES:
             self.lost = why
         else:
+            self._tries[stage] += 1
             self.restarts += started
             self.links[stage] = self._start(stage, self.lives[stage])
         return chunks, why

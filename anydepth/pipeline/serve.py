@@ -12,18 +12,20 @@ import pickle
 import queue
 import secrets
 import socket
+import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from anydepth.pipeline.messages import (
     Ask,
     Batch,
+    Broken,
     Gone,
     Hello,
     Join,
@@ -35,6 +37,8 @@ from anydepth.pipeline.messages import (
     unpacked,
 )
 from anydepth.pipeline.worker import Worker
+
+HANDSHAKE_S = 30.0  # for each answer until both ends know the other to have the key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +70,8 @@ class Outlet(Protocol):
 
     to_router: Callable[[Any], None]
 
-    def connect(self, following: Any) -> None:
-        """From now on batches go to that worker; None: nowhere."""
+    def connect(self, join: Join) -> bool:
+        """From now on batches go to the worker that follows; whether it can be reached."""
 
     def onward(self, batch: Batch) -> None: ...
 
@@ -76,10 +80,12 @@ def work(worker: Worker, inbox: queue.SimpleQueue[Any], outlet: Outlet) -> None:
     """Handle messages until Stop. Batches of another epoch are dropped: their requests have ended."""
     while not isinstance(message := inbox.get(), Stop):
         match message:
-            case Join(epoch, following):
+            case Join(epoch):
                 worker.join(epoch)
-                outlet.connect(following)
-                outlet.to_router(Joined(epoch))
+                if outlet.connect(message):
+                    outlet.to_router(Joined(epoch))
+            case Broken():
+                outlet.to_router(message)
             case Ask():
                 outlet.to_router(worker.held())
             case Kill():
@@ -101,53 +107,79 @@ class Doors(NamedTuple):
 
 
 class Sockets:
-    """The outlet of a worker towards another process. `to_router`: what takes messages to the router."""
+    """The outlet of a worker towards another process. `to_router`: what takes messages to the router. That a connection
+    was made and then broke is put into the worker's own `inbox`."""
 
-    def __init__(self, to_router: Callable[[Any], None], key: bytes) -> None:
-        self.to_router, self._key = to_router, key
+    def __init__(self, to_router: Callable[[Any], None], inbox: queue.SimpleQueue[Any], key: bytes) -> None:
+        self.to_router, self._inbox, self._key = to_router, inbox, key
         self._next: Connection | None = None
 
-    def connect(self, following: Any) -> None:
-        if self._next is not None:
-            self._next.close()
-        self._next = None
-        if following is not None:
-            # A worker that has died since: the router will say which one follows instead.
-            with contextlib.suppress(OSError, EOFError):
-                self._next = dial(following, self._key)
+    def connect(self, join: Join) -> bool:
+        self.close()
+        if join.following is None:
+            return True
+        try:
+            self._next = dial(join.following, self._key)
+        except (OSError, EOFError, AuthenticationError) as error:
+            self.to_router(Broken(join.epoch, f"{type(error).__name__}: {error}"))
+            return False
+        last = Broken(join.epoch, "the connection ended")  # nothing else ever comes back
+        threading.Thread(target=receive, args=(self._next, self._inbox.put, last), daemon=True).start()
+        return True
 
     def onward(self, batch: Batch) -> None:
         if self._next is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # then `receive` ends, too
                 send(self._next, packed(batch))
+
+    def close(self) -> None:
+        """End the connection; `receive` hears of that, and the last user closes it."""
+        if self._next is not None:
+            with (
+                contextlib.suppress(OSError),
+                socket.fromfd(self._next.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy,
+            ):
+                copy.shutdown(socket.SHUT_RDWR)
+        self._next = None
 
 
 class Door:
-    """Where others connect: those who know the key are handed to `enter`. `where`: a folder of this machine, in which
-    the door gets a name, or this machine's address, at which it gets a port that other hosts can reach."""
+    """Where others connect: whoever knows the key is handed to `enter`, in a thread of its own. `where`: a folder of
+    this machine, in which the door gets a name, or this machine's address, at which it gets a port that other hosts can
+    reach."""
 
     def __init__(self, where: Path | str, key: bytes, enter: Callable[[Connection], None]) -> None:
         self._key, self._enter, self._open = key, enter, True
         if isinstance(where, Path):
             name = str(where / secrets.token_hex(6))
-            self._listener = Listener(name, family="AF_UNIX", backlog=16, authkey=key)
+            self._listener = Listener(name, family="AF_UNIX", backlog=16)
         else:
-            self._listener = Listener((where, 0), family="AF_INET", backlog=16, authkey=key)
+            self._listener = Listener((where, 0), family="AF_INET", backlog=16)
         self.address = self._listener.address
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
 
     def _accept(self) -> None:
         while self._open:
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):
-                line = self._listener.accept()
-                if self._open:
-                    self._enter(quick(line))
+            with contextlib.suppress(OSError):
+                threading.Thread(target=self._let_in, args=(self._listener.accept(),), daemon=True).start()
+
+    def _let_in(self, line: Connection) -> None:
+        try:
+            limit(line, HANDSHAKE_S)
+            deliver_challenge(line, self._key)
+            answer_challenge(line, self._key)
+            limit(line, 0)
+        except Exception:  # whatever a stranger says
+            line.close()
+        else:
+            if self._open:
+                self._enter(quick(line))
 
     def close(self) -> None:
         self._open = False
-        with contextlib.suppress(AuthenticationError, EOFError, OSError):
-            dial(self.address, self._key).close()  # which is what the thread waits for
+        with contextlib.suppress(OSError):
+            Client(self.address).close()  # which is what the thread waits for
         self._thread.join(timeout=10)
         self._listener.close()
 
@@ -174,7 +206,7 @@ def serve(order: Order, router: Any, number: int, key: bytes, where: Path | str)
         with contextlib.closing(Door(where, key, letting_in(inbox))) as door:
             threading.Thread(target=receive, args=(line, inbox.put, Stop()), daemon=True).start()
             send(line, Hello(door.address))
-            work(worker, inbox, Sockets(partial(send, line), key))
+            work(worker, inbox, Sockets(partial(send, line), inbox, key))
     except BaseException as error:
         with contextlib.suppress(OSError):
             send(line, Gone(f"{type(error).__name__}: {error}"))
@@ -199,7 +231,26 @@ def send(line: Connection, message: Any) -> None:
 
 
 def dial(address: Any, key: bytes) -> Connection:
-    return quick(Client(address, authkey=key))
+    """Connect to a Door. OSError, EOFError or AuthenticationError where that fails or takes too long."""
+    try:
+        with socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET) as plain:
+            limit(plain, HANDSHAKE_S)
+            plain.connect(address)
+            line = Connection(plain.detach())
+        answer_challenge(line, key)
+        deliver_challenge(line, key)
+    except BlockingIOError:
+        raise TimeoutError(f"{address} has not answered for {HANDSHAKE_S:.0f} s") from None
+    limit(line, 0)
+    return quick(line)
+
+
+def limit(line: Any, seconds: float) -> None:
+    """Let whatever waits for the other end fail with BlockingIOError after so long; 0: never."""
+    timeval = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.fromfd(line.fileno(), socket.AF_INET, socket.SOCK_STREAM) as copy:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            copy.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 def quick(line: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 import threading
 import time
@@ -11,11 +12,21 @@ from random import Random
 
 import pytest
 
+from anydepth.pipeline import serve
 from anydepth.pipeline.replica import Replica
 from anydepth.pipeline.router import QueueFullError, Router
 from anydepth.pipeline.worker import Worker
-from anydepth.types import Sampling
-from tests.pipeline.making import asks, assert_nothing_held, assert_same, engine_answers, made, prepared, router_of
+from anydepth.types import Chunk, Sampling
+from tests.pipeline.making import (
+    asks,
+    assert_nothing_held,
+    assert_same,
+    engine_answers,
+    made,
+    outputs_of,
+    prepared,
+    router_of,
+)
 
 TWO = (((1, 2), "here"), ((3, 4), "here"))
 
@@ -67,6 +78,28 @@ def test_nothing_stays_behind_after_the_end(tmp_path, monkeypatch):
     assert not list(tmp_path.glob("anydepth-*"))
     assert wait_for(lambda: set(threading.enumerate()) == before[0])
     assert wait_for(lambda: sockets() == before[1])
+
+
+def test_a_connection_that_breaks_between_living_workers_is_made_again(tmp_path, monkeypatch):
+    """One request: whoever sent its row has nothing more to send, and must hear of the end all the same."""
+    lines, dial = [], serve.dial
+    monkeypatch.setattr(serve, "dial", lambda *to: lines.append(dial(*to)) or lines[-1])
+    manifest = made(tmp_path, ((1, 2, 3), "here"), ((4,), "process"))
+    asked = [([1, 2], {"max_tokens": 60, "ignore_eos": True})]
+    wanted = engine_answers(manifest, asked)["0"]
+    with router_of(manifest, tmp_path) as router:
+        ended = list[Chunk]()
+        router.submit([1, 2], Sampling(max_tokens=60, ignore_eos=True), id="first")
+        assert wait_for(lambda: ended.extend(router.step(0.1)) or ended, 20.0)
+        with socket.fromfd(lines[-1].fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.shutdown(socket.SHUT_RDWR)
+        assert wait_for(lambda: ended.extend(router.step(0.1)) or router.idle, 20.0)
+        assert ended[-1].finish_reason == "error"
+        assert "worker 2 of 2 has died" in (reason := router.reason("first"))
+        assert "worker 1 could not reach it: the connection ended" in reason
+        assert_nothing_held(router)
+        assert router.replicas[0].restarts == 1
+        assert_same(outputs_of(router.run(prepared(router, asked)))["0"], wanted)
 
 
 def sockets():

@@ -11,8 +11,8 @@ from anydepth.engine.requests import Requests
 from anydepth.exits.load import load_policy
 from anydepth.pipeline.export import outline
 from anydepth.pipeline.manifest import Manifest, Stage
-from anydepth.pipeline.messages import Batch, Gone, Hello, Join, Joined, Reads, Row, Stop, Token
-from anydepth.pipeline.replica import Replica
+from anydepth.pipeline.messages import Batch, Broken, Gone, Hello, Join, Joined, Reads, Row, Stop, Token
+from anydepth.pipeline.replica import TRIES, Replica
 from anydepth.pipeline.serve import work
 from anydepth.reference.weights import tiny_config
 from anydepth.types import Sampling
@@ -27,7 +27,10 @@ class Played:
     """A worker that only listens."""
 
     def __init__(self):
-        self.heard = []
+        self.heard, self.killed = [], False
+
+    def kill(self):
+        self.killed = True
 
     def send(self, message):
         self.heard.append(message)
@@ -106,6 +109,33 @@ def test_a_second_death_while_the_first_is_mended(replica):
     assert replica.restarts == 2
 
 
+def test_whom_the_one_before_cannot_reach_is_started_again(replica):
+    seat(replica, 1)
+    replica.feed()
+    replica.hear(0, 0, Broken(7, "of another start"))
+    assert replica.up and not replica.links[1].killed
+    assert replica.hear(0, 0, Broken(0, "reset")) == ([], "")
+    assert replica.links[1].killed and not replica.links[0].killed and not replica.up
+    chunks, why = replica.hear(1, 0, Gone("shot"))
+    assert [chunk.finish_reason for chunk in chunks] == ["error"]
+    assert why == "worker 2 of 2 has died: shot (worker 1 could not reach it: reset)"
+    come_up(replica)
+    assert replica.lives == [0, 1] and not replica.links[1].killed
+    assert "reach" not in replica.hear(1, 1, Gone("shot"))[1]
+
+
+def test_a_worker_that_can_never_be_reached_is_given_up(replica):
+    replica.hear(1, 0, Gone("shot"))
+    for life in range(1, TRIES + 1):
+        assert replica.lost is None
+        replica.hear(1, life, Hello("behind a wall"))
+        replica.hear(1, life, Joined(replica.epoch))
+        replica.hear(0, 0, Broken(replica.epoch, "no route"))
+        assert replica.links[1].killed and not replica.up
+        replica.hear(1, life, Gone("shot"))
+    assert "no route" in replica.lost and replica.lives[1] == TRIES + 1
+
+
 def test_a_worker_drops_batches_of_another_epoch():
     ran, said, inbox = [], [], queue.SimpleQueue()
     part = SimpleNamespace(own=(4,))
@@ -118,5 +148,5 @@ def test_a_worker_drops_batches_of_another_epoch():
         Stop(),
     ):
         inbox.put(message)
-    work(worker, inbox, SimpleNamespace(to_router=said.append, connect=lambda following: None))
+    work(worker, inbox, SimpleNamespace(to_router=said.append, connect=lambda join: True))
     assert ran == [2] and said == [Joined(2), Reads(2, 2, (), True)]
