@@ -87,8 +87,20 @@ def test_prompts_that_were_trained_on_are_left_out_and_the_sets_share_none(folde
     assert 0.15 < len(found.fit) / len(chosen) < 0.5 and len(chosen) == len(found.fit) + len(found.certify)
     assert choose_prompts([other, trained], trained_on=hashes, seed=3).fit == found.fit
     assert choose_prompts([trained, other], trained_on=hashes, seed=4).fit != found.fit
-    few = choose_prompts([trained, other], trained_on=hashes, seed=3, limit=20)
-    assert {prompt_id(p) for p in (*few.fit, *few.certify)} == set(sorted(map(prompt_id, chosen))[:20])
+
+
+def test_a_limit_takes_its_share_of_what_was_trained_on_and_of_other_files(tmp_path):
+    """Training held out the prompts of the lowest ids, so a ranking by id would take those first."""
+    trained = Source(path=write_prompts(tmp_path / "trained.jsonl", 2000, seed=0), own_answers=True)
+    other = Source(path=write_prompts(tmp_path / "other.jsonl", 200, seed=1), own_answers=True)
+    mine, foreign = ({prompt for prompt, _ in source.read()} for source in (trained, other))
+    usable = {prompt for prompt in mine if held_out(prompt)}
+    assert 150 < len(usable) < 250 and len(foreign - mine) > 150
+    found = choose_prompts([trained, other], trained_on={files_hash([trained.path])}, limit=100)
+    chosen = {*found.fit, *found.certify}
+    assert len(chosen) == 100 and 30 < len(chosen & usable) < 70
+    more = choose_prompts([trained, other], trained_on={files_hash([trained.path])}, limit=200)
+    assert chosen < {*more.fit, *more.certify}
 
 
 def test_too_few_prompts_are_refused(tmp_path):
