@@ -64,6 +64,8 @@ def calibrate(
     prompts.jsonl --out calibrated
     """
     given = [*passed(context)]
+    if heads is not None and "model" not in given:
+        raise ValueError("--heads needs --model, the one that they were made for (heads.json has its name as base)")
     if heads is not None and not {"task", "profile"} & {*given}:
         _refuse(given, (*_OF_A_TASK, "concurrency"), "is for a task's questions, not for --heads; leave one out")
         if check is not None:

@@ -57,6 +57,10 @@ class Profile:
     def read(cls, path: str | Path) -> Profile:
         """From a TOML file. ValueError, naming the file, for what is missing, unknown or no number."""
         path = Path(path).expanduser()
+        if not path.is_file():
+            there = sorted(other.stem for other in path.parent.glob("*.toml"))
+            beside = f"there are: {', '.join(there)}" if there else "give the path of a .toml, or a name beside heads="
+            raise ValueError(f"there is no profile {path}; {beside}")
         try:
             content = tomllib.loads(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -119,6 +123,11 @@ class Profile:
                 f"profile {self.name!r} has exits after layers {missing}, but the model's segments end after "
                 f"{list(exits)}; give segments= or heads= that end there"
             )
+
+
+def policy_of(profiles: Sequence[Profile]) -> str | None:
+    """The policy that a profile is for; None where there are several, or one that two policies may use."""
+    return profiles[0].policies[0] if len(profiles) == 1 and len(profiles[0].policies) == 1 else None
 
 
 def profile_path(name: str | Path, heads: str | Path | None) -> Path:

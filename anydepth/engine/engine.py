@@ -21,7 +21,7 @@ from anydepth.exits.load import load_policy
 from anydepth.models.base import Model
 from anydepth.models.update import NewWeights, Source
 from anydepth.ops.fill import load_fill
-from anydepth.profile import Profile
+from anydepth.profile import Profile, policy_of
 from anydepth.types import Chunk, FinishReason, Request, Sampling, Usage, strict_options
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class Engine:
             tokenizer=tokenizer,
             eos_ids=eos_ids,
             certificate=certificate,
+            default_policy=policy_of(profiles),
         )
         self.profiles = {profile.name: profile for profile in profiles}
         self.work: list[TurnWork] | None = None

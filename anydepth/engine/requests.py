@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class Requests:
-    """Makes the requests of one engine. `load` gives a policy by name; it is asked once for each."""
+    """Makes the requests of one engine. `load` gives a policy by name; it is asked once for each. `default_policy`: of
+    requests that name no exit setting."""
 
     def __init__(
         self,
@@ -29,9 +30,10 @@ class Requests:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         certificate: Certificate | None,
+        default_policy: str | None = None,
     ) -> None:
         self.shape, self.tokenizer, self.eos_ids, self.certificate = shape, tokenizer, eos_ids, certificate
-        self._load = load
+        self._load, self._default_policy = load, default_policy
         self._policies: dict[str, Policy] = {}
         self._ids = itertools.count()
 
@@ -98,13 +100,15 @@ class Requests:
         return tuple(prompt)
 
     def _settled(self, sampling: Sampling | None) -> Sampling:
-        """The settings, with the certified exit where there is a certificate."""
+        """The settings, with the certified exit where there is a certificate, or else the default policy."""
         sampling = Sampling() if sampling is None else sampling
         if not isinstance(sampling, Sampling):
             raise ValueError(f"sampling is {sampling!r}; allowed: a Sampling, or None for the defaults")
-        if self.certificate is None:
-            return sampling
-        return self.certificate.hold(sampling, policy=policy_name(sampling))
+        name = policy_name(sampling)
+        if self.certificate is not None:
+            return self.certificate.hold(sampling, policy=name)
+        unsaid = name == "never" and sampling.exit_policy is None
+        return replace(sampling, exit_policy=self._default_policy) if unsaid else sampling
 
     def _policy(self, sampling: Sampling) -> Policy:
         name = policy_name(sampling)

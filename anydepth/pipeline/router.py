@@ -30,7 +30,7 @@ from anydepth.pipeline.manifest import Manifest
 from anydepth.pipeline.messages import Ask, Held
 from anydepth.pipeline.replica import Replica
 from anydepth.pipeline.start import Starter
-from anydepth.profile import Profile
+from anydepth.profile import Profile, policy_of
 from anydepth.types import Chunk, Request, Sampling
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class QueueFullError(RuntimeError):
 class Router:
     """Serves the artifacts of a manifest; a context manager, which ends the workers.
 
-    profiles: thresholds of `confidence` and `probe`. As with an Engine: `submit`, then `step` until `idle`, or `run`. A
+    profiles: thresholds of `confidence` and `probe`, or the paths of their files; a single one is used by requests that
+    name no exit setting. As with an Engine: `submit`, then `step` until `idle`, or `run`. A
     request in a replica where a worker dies ends with finish reason "error", and `reason` says why; it is not tried
     again, since what it has said may have been passed on. One thread at a time. Raises ValueError for artifacts that
     are not the manifest's, RuntimeError where a worker cannot be started.
@@ -58,19 +59,27 @@ class Router:
         artifacts: str | Path,
         *,
         tokenizer: Tokenizer | None = None,
-        profiles: Sequence[Profile] = (),
+        profiles: Sequence[Profile | str | Path] = (),
     ) -> None:
+        known = [each if isinstance(each, Profile) else Profile.read(each) for each in profiles]
         found = read_artifacts(artifacts, manifest)
         self.manifest = manifest
         probed = frozenset(artifact.segment for artifact in found if artifact.probe)
         self.shape = replace(outline(found[0].config, manifest.segments).shape, probed=probed)
         self.readouts = {manifest.segments.index(layer) + 1 for layer in manifest.readouts}
         eos_ids = frozenset(found[0].eos_ids)
-        for profile in profiles:
+        for profile in known:
             if profile.model_hash is not None or profile.head_hash is not None:
                 profile.check_hashes(model_hash=found[0].model_hash, head_hash=found[0].head_hash)
-        load = partial(load_policy, profiles=known_profiles(profiles, self.shape))
-        self.requests = Requests(self.shape, load=load, tokenizer=tokenizer, eos_ids=eos_ids, certificate=None)
+        load = partial(load_policy, profiles=known_profiles(known, self.shape))
+        self.requests = Requests(
+            self.shape,
+            load=load,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            certificate=None,
+            default_policy=policy_of(known),
+        )
         self.waiting: deque[tuple[int, Request]] = deque()
         self._where: dict[str, tuple[int, Replica | None]] = {}  # id -> key and replica, of all that have not ended
         self._reasons: dict[str, str] = {}

@@ -9,6 +9,11 @@ from typing import Any
 from anydepth.certificate import FILE, NEVER, Certificate, describe
 from anydepth.profile import FOLDER, Exit, Profile
 
+_EXACT = """Under the fill `full` every layer runs and only the readout is chosen: that says what leaving early would
+cost, and saves no work. `fill="project"` skips layers, `"deferred"` runs them later; a certificate is for one fill."""
+_CERTIFIED = "The certificate is for this fill; another one is refused with it."
+_APPROXIMATE = """`fill="project"` skips layers and approximates their K/V, `"deferred"` runs them later, exactly; under
+`"full"`, the default, every layer runs and no work is saved."""
 TESTS = tuple(field.name for field in fields(Exit) if field.name != "layer")
 
 
@@ -53,12 +58,15 @@ def _load(base: str, profiles: Sequence[Profile], certificate: Certificate | Non
         shown = [p for p in profiles if certificate.chosen != NEVER and p.name == certificate.chosen.get("profile")]
         options += [f'profile="{shown[0].name}"'] if shown else []
         options += [f'dtype="{certificate.dtype}"', f'fill="{certificate.fill}"', f'certificate="FOLDER/{FILE}"']
-        return f"    llm = LLM({', '.join(options)})\n    llm.generate(prompt)"
+        return _usage(options, _EXACT if certificate.fill == "full" else _CERTIFIED)
     if not profiles:
         return f"    LLM({', '.join(options)})"
-    policy = next(iter(profiles[0].policies), "probe")
-    options.append(f'profile="{profiles[0].name}"')
-    return f'    llm = LLM({", ".join(options)})\n    llm.generate(prompt, Sampling(exit_policy="{policy}"))'
+    return _usage([*options, f'profile="{profiles[0].name}"', 'fill="project"'], _APPROXIMATE)
+
+
+def _usage(options: Sequence[str], says: str) -> str:
+    chat = 'llm.chat([{"role": "user", "content": "..."}])'
+    return f"    llm = LLM({', '.join(options)})\n    {chat}  # or llm.generate(prompt)\n\n{says}"
 
 
 def _thresholds(profiles: Sequence[Profile]) -> str:

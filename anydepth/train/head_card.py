@@ -47,9 +47,10 @@ ask for, and check that yours allows what you mean to do. {licence}
 An exit that agrees on this data need not agree on yours: measure it on your own prompts.
 """
 
-_UNCALIBRATED = """    LLM("{base}", heads="FOLDER", profile="NAME")
+_UNCALIBRATED = """    LLM("{base}", heads="FOLDER", profile="NAME", fill="project")
 
-Thresholds at which a token may leave are not part of the heads: `anydepth calibrate` chooses them."""
+Thresholds at which a token may leave are not part of the heads: `anydepth calibrate` chooses them. Under `fill="full"`,
+the default, every layer runs and no work is saved."""
 
 _KINDS = {
     "norm": "`norm`: an RMSNorm of its own, then the model's own unembedding.",

@@ -498,5 +498,10 @@ def test_check_refuses_a_profile_of_other_heads(folder, tmp_path):
 )
 def test_mixtures_of_options_are_refused(tmp_path, words, message):
     with pytest.raises(ValueError, match=message):
-        run("calibrate", "--out", tmp_path / "out", *words)
+        run("calibrate", "--model", "nano", "--out", tmp_path / "out", *words)
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_are_calibrated_on_the_model_that_is_named(tmp_path):
+    with pytest.raises(ValueError, match="--heads needs --model, the one that they were made for"):
+        run("calibrate", "--heads", "h", "--policy", "probe", "--out", tmp_path / "out")

@@ -419,6 +419,20 @@ def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
             assert inner == sum(k <= depth for depth in output.depths[1:] for k in asked)
 
 
+def test_a_single_profile_is_asked_where_no_exit_setting_is_named():
+    """By the policy that it is for; not one that two policies may use, and not where a request says another."""
+    model, _, _ = with_heads("low_rank")
+    probe = replace(PROFILE, name="q", exits=tuple(Exit(layer=each.layer, probe=each.probe) for each in PROFILE.exits))
+
+    def policy(profiles, **settings):
+        engine = Engine(model, fill="project", profiles=profiles)
+        return engine.prepare([5, 9], Sampling(**settings)).policy.name
+
+    assert policy([probe]) == "probe"
+    assert policy([probe], exit_policy="never") == "never" and policy([probe], depth=2) == "fixed"
+    assert policy([PROFILE]) == policy([probe, PROFILE]) == policy([]) == "never"
+
+
 @pytest.mark.parametrize("policy", ["confidence", "probe"])
 def test_no_head_runs_after_the_exit_that_a_token_was_read_at(policy, monkeypatch):
     """Under `full`, where the token itself runs on, each exit's head runs as often as under `deferred`, and once more
@@ -440,6 +454,14 @@ def test_no_head_runs_after_the_exit_that_a_token_was_read_at(policy, monkeypatc
         asked[fill] = {k: rows[k] - (depths[k] if fill == "full" else 0) for k in (1, 2)}
         assert depths[1] and depths[2]
     assert asked["full"] == asked["deferred"]
+
+
+def test_a_profile_that_is_not_there_is_told_from_those_that_are(tmp_path):
+    (tmp_path / "near.toml").write_text("[[exit]]\nlayer = 1\nprobe = 0.5\n")
+    with pytest.raises(ValueError, match=r"there is no profile .*far\.toml; there are: near"):
+        Profile.read(tmp_path / "far.toml")
+    with pytest.raises(ValueError, match=r"give the path of a \.toml, or a name beside heads="):
+        Profile.read(tmp_path / "nowhere" / "far.toml")
 
 
 def test_an_llm_takes_heads_and_profiles(tmp_path):
