@@ -26,7 +26,7 @@ class Policy(base.Policy):
         if not shape.has_gate:
             raise ValueError(
                 "policy 'gate_cdf' (exit_threshold below 1) needs an exit gate, which this model has not; "
-                "allowed here: 'never', 'fixed' (depth=), 'interval', 'trace'"
+                "allowed here: 'never', 'fixed' (depth=), 'interval', 'trace'; with a profile 'confidence', 'probe'"
             )
         base.bounds_of(sampling, shape)
 

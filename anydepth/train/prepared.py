@@ -70,7 +70,9 @@ class Prepared:
 def load_prepared(folder: Path, checkpoint: Checkpoint) -> Prepared:
     """What `prepare` finished. ValueError where it has not, was changed since, or is of another tokenizer."""
     if not (folder / MANIFEST).is_file():
-        raise ValueError(f"{folder} has no {MANIFEST}: nothing is prepared there; name the data that it is to hold")
+        raise ValueError(
+            f"no data was named (--data, --own-answers), and {folder} has no {MANIFEST}: nothing is prepared there"
+        )
     manifest = read_versioned(folder / MANIFEST, what="no manifest of prepared data", version=VERSION)
     if manifest["tokenizer_hash"] != checkpoint.tokenizer_hash:
         raise ValueError(
