@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from anydepth.cli import app
+from anydepth.cli import app, main
 
 STUDY = """[study]
 task = "nano"
@@ -57,3 +57,16 @@ def test_generate_takes_signals(capsys):
         run("generate", question, "--signals", "exakt")
     with pytest.raises(ValueError, match="lateness is 9; allowed"):
         run("generate", question, "--signals", "exact", "--lateness", 9)
+
+
+def test_an_interrupted_command_says_that_it_goes_on(monkeypatch, capsys, tmp_path):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anydepth.eval.study.run_study", interrupted)
+    monkeypatch.setattr("sys.argv", ["anydepth", "eval", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    said = "anydepth: interrupted; what writes into a folder goes on from there when it is run again\n"
+    assert capsys.readouterr().err == said
