@@ -71,11 +71,11 @@ def main() -> None:
     except (ValueError, OSError) as error:
         print(f"anydepth: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print(
-            "anydepth: interrupted; what writes into a folder goes on from there when it is run again", file=sys.stderr
-        )
-        sys.exit(130)
+    except SystemExit as end:
+        if end.code == 130:  # what typer makes of a KeyboardInterrupt
+            words = "interrupted; what writes into a folder goes on from there when it is run again"
+            print(f"anydepth: {words}", file=sys.stderr)
+        raise
 
 
 def _version(asked: bool) -> None:

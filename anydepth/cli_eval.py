@@ -198,8 +198,10 @@ def _whole_numbers(text: str) -> list[int]:
 
 
 def _arm(text: str) -> dict[str, Any]:
-    """ "exit_threshold=0.5,fill=full" as the fields of an [[arm]]; without a name, the text itself becomes it."""
+    """ "exit_threshold=0.5,fill=full" as the fields of an [[arm]]; without a name, the text itself becomes it, with
+    the folder's own name for heads."""
     given = read_fields(text)
     said = {"exit_threshold": "gate-", **dict.fromkeys(("fill", "policy", "backend", "dtype", "signals"), "")}
-    name = "_".join(f"{said.get(key, f'{key}-')}{value}" for key, value in given.items())
+    short = {key: Path(str(value)).name if key == "heads" else value for key, value in given.items()}
+    name = "_".join(f"{said.get(key, f'{key}-')}{value}" for key, value in short.items())
     return {"name": "".join(c if c.isalnum() or c in "_.+-" else "-" for c in name), **given}

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from anydepth.cli import app
+from anydepth.cli import app, main
+from anydepth.cli_eval import _arm
 
 STUDY = """[study]
 task = "nano"
@@ -57,3 +58,29 @@ def test_generate_takes_signals(capsys):
         run("generate", question, "--signals", "exakt")
     with pytest.raises(ValueError, match="lateness is 9; allowed"):
         run("generate", question, "--signals", "exact", "--lateness", 9)
+
+
+def test_an_interrupted_command_says_that_it_goes_on(monkeypatch, capsys, tmp_path):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("anydepth.eval.study.run_study", interrupted)
+    monkeypatch.setattr("sys.argv", ["anydepth", "eval", "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 130
+    said = "anydepth: interrupted; what writes into a folder goes on from there when it is run again\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("heads=some/where/mine/,policy=probe,profile=p", "heads-mine_probe_profile-p"),
+        ("exit_threshold=0.5,min_depth=2", "gate-0.5_min_depth-2"),
+        ("certificate=some/where.json", "certificate-some-where.json"),
+        ("name=own,heads=some/where", "own"),
+    ],
+)
+def test_an_arm_without_a_name_is_called_after_its_fields(text, name):
+    assert _arm(text)["name"] == name and _arm(text).get("heads") in (None, "some/where/mine/", "some/where")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from anydepth.record import Record
+from anydepth.table_parts import print_in_parts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,12 +24,12 @@ def print_tables(record: Record, *, console: Console | None = None) -> None:
     console = Console() if console is None else console
     found = record.aggregates
     if found["rows"]:
-        console.print(speed(found["rows"]))
-        console.print(latency(found["rows"]))
+        print_in_parts(speed(found["rows"]), console, names=2)
+        print_in_parts(latency(found["rows"]), console, names=2)
     if found["arrivals"]:
-        console.print(arrivals(found["arrivals"], record.settings_used["arrivals"]))
-        console.print(latency(found["arrivals"]))
-    console.print(differences(found))
+        print_in_parts(arrivals(found["arrivals"], record.settings_used["arrivals"]), console)
+        print_in_parts(latency(found["arrivals"]), console, names=2)
+    print_in_parts(differences(found), console)
     for line in notes(record):
         console.print(line, highlight=False)
 
@@ -149,7 +150,8 @@ def _table(title: str, headings: str) -> Table:
 
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for heading in headings.split("|"):
-        table.add_column(heading, justify="left" if heading in ("cell", "") else "right", no_wrap=True)
+        left, name = heading in ("cell", ""), heading == "cell"  # which alone may be folded
+        table.add_column(heading, justify="left" if left else "right", no_wrap=not name, overflow="fold")
     return table
 
 

@@ -160,6 +160,8 @@ class Workplace:
         if key not in self._backends:
             options = {"dtype": key, "device": side.given.get("device", side.used["device"]), "max_batch": 1}
             options |= {name: side.given[name] for name in ("segments", "heads") if name in side.given}
+            if layers := side.used.get("exit_layers"):  # which another arm's heads may have decided
+                options["segments"] = layers
             self._backends[key] = _backend(Arm(name="replay"), self.model, options)
         return self._backends[key]
 

@@ -9,6 +9,7 @@ from typing import Any
 from anydepth.eval.aggregate import layer_shares, mean_layer
 from anydepth.eval.numbers import digits, percent
 from anydepth.record import Record
+from anydepth.table_parts import print_in_parts
 
 
 def show_arms(records: Sequence[Record], *, folder: Path | None) -> dict[str, Any]:
@@ -43,7 +44,7 @@ def show_arms(records: Sequence[Record], *, folder: Path | None) -> dict[str, An
             *(str(row[name]) for name in shown),
         )
     console = Console(highlight=False)
-    console.print(table)
+    print_in_parts(table, console)
     for line in dict.fromkeys(_conditions(record) for record in records):
         console.print(line, soft_wrap=True)
     for row, record in zip(rows, records, strict=True):

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -127,13 +127,15 @@ def _frozen(study: Study, task: Task, questions: Sequence[Question], backend: Ba
 
 class Backends:
     """Backends of a study's arms. All are kept of a small model; of another one at a time, and the model is loaded
-    again where an arm needs a different one: two may not fit."""
+    again where an arm needs a different one: two may not fit. A full-depth arm without heads has the segments of the
+    others' heads: of them depths and work are told in all arms."""
 
     def __init__(self, study: Study, options: Options) -> None:
         self._study, self._options = study, options
         self._loaded: dict[str, Backend] = {}
 
     def of(self, arm: Arm) -> Backend:
+        arm = _with_segments(arm, self._study)
         key = _kind(arm)
         if key not in self._loaded:
             if not all(backend.small for backend in self._loaded.values()):
@@ -151,7 +153,28 @@ class Backends:
 
     def check(self, task: Task) -> dict[str, dict[str, Any]]:
         """The settings in force of every arm, by name; ValueError for an arm that does not fit its backend."""
-        return {arm.name: in_force(arm, self.of(arm), sampling_of(arm, task)) for arm in self._study.arms}
+        # A mistake in heads is told of the arm that names them.
+        heads_first = sorted(self._study.arms, key=lambda arm: arm.heads is None)
+        found = {arm.name: in_force(arm, self.of(arm), sampling_of(arm, task)) for arm in heads_first}
+        return {arm.name: found[arm.name] for arm in self._study.arms}
+
+
+def _with_segments(arm: Arm, study: Study) -> Arm:
+    """A full-depth arm with the segments that all the study's arms with heads have; any other as it is."""
+    from anydepth.exits.load import policy_name
+    from anydepth.models.heads_about import read_about
+
+    own = {"heads", "segments", "certificate"} & arm.engine.keys()
+    if arm.backend != "engine" or own or policy_name(arm.sampling()) != "never":
+        return arm
+    ends = [
+        other.engine.get("segments") or sorted(map(int, read_about(other.heads)["exits"]))
+        for other in study.arms
+        if other.heads is not None
+    ]
+    if not ends or any(other != ends[0] for other in ends):
+        return arm
+    return replace(arm, engine={**arm.engine, "segments": ends[0]})
 
 
 def _kind(arm: Arm) -> str:

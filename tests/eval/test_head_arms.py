@@ -10,6 +10,7 @@ import pytest
 
 from anydepth import LLM, Sampling
 from anydepth.cli import app
+from anydepth.diagnose.sides import Side, Workplace
 from anydepth.eval.arms import Arm, Study
 from anydepth.eval.backends.engine import EngineBackend
 from anydepth.eval.backends.load import load_backend
@@ -20,7 +21,7 @@ from anydepth.eval.protocol import study_of
 from anydepth.eval.report.report import report
 from anydepth.eval.run import in_force, run
 from anydepth.eval.show import show_arms
-from anydepth.eval.study import freeze_study, run_study
+from anydepth.eval.study import Backends, Options, freeze_study, run_study
 from anydepth.eval.task import load_task
 from anydepth.record import Record
 from tests.eval.made_heads import CAREFUL, EAGER, write_heads, write_profile
@@ -80,10 +81,12 @@ def test_a_record_says_which_heads_and_profile_ran(folder, monkeypatch):
     )
     study = Study.read(folder / "arms.toml")
     plain, never, eager, careful, probe = run_study(study, out=folder / "out", progress=False)
-    assert [sorted(Path(name).stem for name in o["profile"]) for o in made] == [[], [], ["careful", "eager", "own"]]
-    assert (
-        not {"heads", "head_hash", "profile_hash"} & plain.settings_used.keys() and plain.settings_used["segments"] == 1
-    )
+    assert sorted(sorted(Path(name).stem for name in o["profile"]) for o in made) == [
+        [],
+        [],
+        ["careful", "eager", "own"],
+    ]
+    assert not {"heads", "head_hash", "profile_hash"} & plain.settings_used.keys()
     hash = json.loads((folder / "heads/heads.json").read_text())["sha256"]
     for record in (never, eager, careful, probe):
         assert (record.settings_used["heads"], record.settings_used["head_hash"]) == ("heads", hash)
@@ -135,6 +138,26 @@ def test_what_differs_between_arms_with_heads(folder):
     assert "heads" in [factor.name for factor in compare(eager, plain).without_effect]
 
 
+def test_full_depth_without_heads_is_counted_in_the_segments_of_the_other_arms(folder):
+    """As the one with heads; where heads end other segments, or with segments of its own, it keeps its own."""
+    study = Study.read(folder / "arms.toml")
+    plain, never, eager, *_ = run_study(study, out=folder / "out", progress=False)
+    for name in ("segments", "exit_layers"):
+        assert plain.settings_used[name] == never.settings_used[name]
+    for name in ("mean_depth", "segments_read_per_question", "segments_executed_per_question"):
+        assert plain.aggregates[name] == never.aggregates[name] > eager.aggregates[name]
+    report([folder / "out/plain", folder / "out/eager"], folder / "page")
+    assert "No proposal" not in (folder / "page/report.md").read_text()
+    place = Workplace(model=study.model, task="nano", out=folder / "again", limit=4)
+    judge = place.judge(Side.of(plain), Side.of(never))  # replays depths of so many segments
+    assert judge.models[0].shape.segments == plain.settings_used["segments"]
+    write_heads(folder / "others", folder / "model", exits=(3,))
+    for beside, ends in (({"segments": [2, 4]}, [2, 4]), ({}, [4])):
+        arms = [{"name": "a", **beside}, *({"name": name, "heads": str(folder / name)} for name in ("heads", "others"))]
+        there = Backends(Study.parse({"study": study.head(), "arm": arms}), Options()).check(load_task("nano"))
+        assert list(there) == ["a", "heads", "others"] and there["a"]["exit_layers"] == ends
+
+
 def test_a_frozen_study_keeps_heads_and_profiles(folder):
     study = Study.read(folder / "arms.toml")
     frozen = freeze_study(study)
@@ -178,7 +201,8 @@ def test_an_arm_that_cannot_be_is_refused(given, message):
 )
 def test_a_study_with_an_arm_that_cannot_run_is_refused(folder, given, message, monkeypatch):
     monkeypatch.chdir(folder)
-    study = Study.parse({"study": Study.read(folder / "arms.toml").head(), "arm": [{"name": "a", **given}]})
+    arms = [{"name": "never"}, {"name": "a", **given}]
+    study = Study.parse({"study": Study.read(folder / "arms.toml").head(), "arm": arms})
     with pytest.raises(ValueError, match=f"arm 'a': .*{message}"):
         freeze_study(study)
 
@@ -198,8 +222,8 @@ def test_depths_are_told_in_layers_and_latency_with_its_settings(folder, capsys)
     assert "| arm | mean layer | layer 1 | layer 2 | layer 4 |" in depths
     assert "| plain | 4.00 | 0.0 | 0.0 | 100.0 |" in depths and "| eager | 1.00 | 100.0 | 0.0 | 0.0 |" in depths
     assert "## Latency" in text and "| at a time | most tokens | threads |" in text
-    agreed = next(line for line in text.split("## Agreement")[1].splitlines() if line.startswith("| eager − never"))
-    pair = compare(records[2], records[1]).sequences
+    agreed = next(line for line in text.split("## Agreement")[1].splitlines() if line.startswith("| eager − plain"))
+    pair = compare(records[2], records[0]).sequences
     assert f"{100 * pair.common_prefix_share:.1f}" in agreed
 
 
@@ -322,7 +346,6 @@ def test_alpacaeval_writes_what_its_judge_reads_with_heads_too(folder, monkeypat
 
 def test_lm_eval_and_diagnose_take_heads_and_a_profiles_path(folder):
     pytest.importorskip("lm_eval")
-    from anydepth.diagnose.sides import Workplace
     from anydepth.eval.lm_eval.model import AnydepthLM
 
     arm = {"heads": str(folder / "heads"), "policy": "probe", "profile": str(folder / "own.toml"), "fill": "project"}
