@@ -139,8 +139,8 @@ class Slots:
 
     def _write_state(self, policy: Policy, slot: int, state: Tensor) -> None:
         """A policy's state of one slot; columns that are tallied over all requests go on."""
-        pool = self.states.setdefault(policy, state.new_zeros(len(self), len(state)))
-        former = self.former.setdefault(policy, state.new_zeros(len(self), len(policy.tallies)))
+        pool = self.states.setdefault(policy, state.new_zeros(len(self.kept_h_Sd), len(state)))  # padding has a row
+        former = self.former.setdefault(policy, state.new_zeros(len(pool), len(policy.tallies)))
         for n, column in enumerate(policy.tallies.values()):
             former[slot, n] = pool[slot, column] - state[column]
             state[column] = pool[slot, column]
