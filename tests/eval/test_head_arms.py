@@ -193,7 +193,7 @@ def test_an_arm_that_cannot_be_is_refused(given, message):
     ("given", "message"),
     [
         ({"heads": "nowhere"}, "there are no exit heads in nowhere"),
-        ({"policy": "probe", "heads": "heads", "profile": "nobody"}, "nobody.toml is no profile"),
+        ({"policy": "probe", "heads": "heads", "profile": "nobody"}, "there is no profile .*nobody.toml"),
         ({"backend": "reference", "heads": "heads"}, "heads is of the engine alone; leave it out of reference arms"),
         ({"backend": "transformers", "policy": "probe", "profile": "p"}, "profile is of the engine alone"),
         ({"policy": "probe", "heads": "heads"}, "given: None, loaded: none"),
