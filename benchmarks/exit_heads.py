@@ -278,12 +278,12 @@ What the full stage says:
 - The confidence arm was paused twice while it ran on IFEval and MMLU: its longest latencies are of the pause.
 
 What the benches say (one thread, 128 new tokens; 1 and 8 at a time on a quiet machine, 32 beside another process):
-- One at a time a profile that keeps 96 % of the tokens (probe-0.9) runs at 1.05 of full depth's speed, which is what its
-  work allows (1.04); laxer ones, whose answers suffer, at 1.11 to 1.15. The bound is small: on these prompts most tokens
+- One at a time a profile that keeps 96 % of the tokens (probe-0.9) runs at 1.04 of full depth's speed, which is what
+  its work allows; laxer ones, whose answers suffer, at 1.11 to 1.15. The bound is small: most tokens of these prompts
   need all layers.
-- Eight and 32 at a time weights are read once for all rows, so what some rows skip saves little: bounds of 0.95 to 1.09,
-  which `probe` reaches and `confidence` does not (0.8 to 0.9 of it): its heads run at every exit for every row, and its
-  tests read the whole vocabulary, 2 ms an exit with eight rows. Here early exit does not pay.
+- In batches weights are read once for all rows, so what some rows skip saves little: bounds of 0.95 to 1.00 at 8 at a
+  time, 1.02 to 1.09 at 32. `probe` reaches them; `confidence` comes to 0.8 or 0.9 of them, slower than full depth: its
+  heads run at every exit for every row, and its tests read the whole vocabulary, 2 ms an exit for eight rows.
 - Heads over the whole vocabulary: see `bench-whole-vocabulary`.
 """
 
