@@ -33,7 +33,8 @@ def test_arms_are_named_beside_all_their_figures_at_80_columns(capsys, monkeypat
 @pytest.mark.parametrize("name", ["never", "heads-mine_probe_profile-p_project", LONG, LONG + LONG])
 def test_cells_are_named_beside_all_their_figures_at_80_columns(name, capsys):
     record = Record.read(STUDY / "bench", samples=False)
-    record.aggregates["rows"][0]["name"] = name
+    few = record.aggregates["rows"] = [row for row in record.aggregates["rows"] if row["concurrency"] == 1][:3]
+    few[0]["name"] = name
 
     def rows(width):
         print_tables(record, console=Console(width=width))
