@@ -284,9 +284,9 @@ What the benches say (one thread, 128 new tokens; 1 and 8 at a time on a quiet m
 - In batches weights are read once for all rows, so what some rows skip saves little: bounds of 0.95 to 1.00 at 8 at a
   time, 1.02 to 1.09 at 32. `probe` reaches them; `confidence` comes to 0.8 or 0.9 of them, slower than full depth: its
   heads run at every exit for every row, and its tests read the whole vocabulary, 2 ms an exit for eight rows.
-- With heads over the whole vocabulary (`bench-whole-vocabulary`: the same corrections before all of the unembedding; one
-  at a time only, beside two other processes) confidence-0.9 runs at 0.73 of full depth's speed: four such heads cost
-  more than the layers that they let rows skip. Early exit of a small model with a large vocabulary loses that way.
+- With heads over the whole vocabulary (`bench-whole-vocabulary`: the same corrections before all of the unembedding,
+  one at a time only, beside two other processes) confidence-0.9 runs at 0.73 of full depth's speed: four such heads
+  cost more than the layers that they let rows skip. Early exit of a small model with a large vocabulary loses so.
 """
 
 
