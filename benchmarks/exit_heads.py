@@ -277,6 +277,10 @@ What the full stage says:
   811 and 1,035 against full depth's 616.
 - The confidence arm was paused twice while it ran on IFEval and MMLU: its longest latencies are of the pause.
 
+What is certified (`calibration/`, 637 prompts): with full depth's K/V confidence-0.95, at which half of the tokens
+leave, says another token than full depth on at most 5 %; with `project` only confidence-0.99 does (2.8 % measured;
+0.98: 3.9 %, p 0.33), at which one in twelve leaves. Copied K/V is what costs.
+
 What the benches say (one thread, 128 new tokens; 1 and 8 at a time on a quiet machine, 32 beside another process):
 - One at a time a profile that keeps 96 % of the tokens (probe-0.9) runs at 1.04 of full depth's speed, which is what
   its work allows; laxer ones, whose answers suffer, at 1.11 to 1.15. The bound is small: most tokens of these prompts
