@@ -281,7 +281,8 @@ What is certified (`calibration/`, 637 prompts): with full depth's K/V confidenc
 leave, says another token than full depth on at most 5 %; with `project` only confidence-0.99 does (2.8 % measured;
 0.98: 3.9 %, p 0.33), at which one in twelve leaves. Copied K/V is what costs.
 
-What the benches say (one thread, 128 new tokens; 1 and 8 at a time on a quiet machine, 32 beside another process):
+What the benches say (one thread, 128 new tokens; 1 at a time on a quiet machine, 8 with short tests beside it now and
+then, 32 with other processes):
 - One at a time a profile that keeps 96 % of the tokens (probe-0.9) runs at 1.04 of full depth's speed, which is what
   its work allows; laxer ones, whose answers suffer, at 1.11 to 1.15. The bound is small: most tokens of these prompts
   need all layers.
