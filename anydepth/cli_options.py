@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from anydepth.certificate import EXIT_SETTINGS
-from anydepth.profile import Profile, profile_path
+from anydepth.profile import Profile, policy_of, profile_path
 from anydepth.types import Sampling
 
 Model = Annotated[
@@ -111,15 +111,16 @@ def sampling_of(params: Mapping[str, Any]) -> Sampling:
     return Sampling(**{**given, "stop": params["stop"] or (), "stop_token_ids": params["stop_token_id"] or ()})
 
 
-def _policy_of(profiles: Sequence[str], heads: str | Path | None) -> str:
+def _policy_of(names: Sequence[str], heads: str | Path | None) -> str:
     """The policy that a profile is for. ValueError where it is for both, and for several profiles."""
-    policies = Profile.read(profile_path(profiles[0], heads)).policies
-    if len(profiles) > 1 or len(policies) != 1:
+    profiles = [Profile.read(profile_path(name, heads)) for name in names]
+    policy = policy_of(profiles)
+    if policy is None:
         raise ValueError(
-            f"--profile {' '.join(profiles)} may be used by {' and '.join(policies) or 'nobody'}, and nothing says by "
-            f"which; give --exit-policy, or --force-final-exit for full depth"
+            f"--profile {' '.join(names)} may be used by {' and '.join(profiles[0].policies) or 'nobody'}, and nothing "
+            f"says by which; give --exit-policy, or --force-final-exit for full depth"
         )
-    return policies[0]
+    return policy
 
 
 def llm_options(params: Mapping[str, Any]) -> dict[str, Any]:

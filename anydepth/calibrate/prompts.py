@@ -64,7 +64,7 @@ def choose_prompts(
     return Prompts(fit=tuple(fit), certify=tuple(certify), sources=tuple(described))
 
 
-def prompt_ids(prompts: Iterable[str]) -> list[str]:
+def question_ids(prompts: Iterable[str]) -> list[str]:
     return [prompt_id(prompt) for prompt in prompts]
 
 

@@ -12,7 +12,7 @@ from anydepth.calibrate.answers import Answer, answers_hash, full_depth_answers
 from anydepth.calibrate.certify import LOSS, choose, p_value, table_losses
 from anydepth.calibrate.gather import gather
 from anydepth.calibrate.job import Job
-from anydepth.calibrate.prompts import Prompts, choose_prompts, prompt_ids
+from anydepth.calibrate.prompts import Prompts, choose_prompts, question_ids
 from anydepth.calibrate.scores import LOSSES_FILE, kept_engine_losses
 from anydepth.calibrate.table import Table
 from anydepth.certificate import FILE, Certificate, question_set_hash
@@ -54,7 +54,7 @@ class Work:
             tokens=job.answer_tokens,
             report=report,
         )
-        wanted = set(prompt_ids(self.prompts.fit))
+        wanted = set(question_ids(self.prompts.fit))
         self.fit: list[Answer] = [answer for answer in made if answer.id in wanted]
         self.certify: list[Answer] = [answer for answer in made if answer.id not in wanted]
 
@@ -72,8 +72,8 @@ class Work:
             "delta": job.delta,
             "fit_share": job.fit_share,
             "least_rows": job.least_rows,
-            "fitted_on": question_set_hash(prompt_ids(self.prompts.fit)),
-            "certified_on": question_set_hash(prompt_ids(self.prompts.certify)),
+            "fitted_on": question_set_hash(question_ids(self.prompts.fit)),
+            "certified_on": question_set_hash(question_ids(self.prompts.certify)),
         }
 
     def tables(self, temperature: float) -> tuple[Table, Table]:

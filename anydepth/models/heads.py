@@ -136,9 +136,8 @@ def load_heads(
     folder: str | Path, *, model_hash: str, shape: Shape, unembedding_dV: Tensor | None, dtype: torch.dtype | None
 ) -> ExitHeads:
     """Heads that were saved, for a backbone, ready to read with; without its unembedding and a dtype as they are kept.
-    ValueError for ones of another backbone, of another
-    width or vocabulary, for exits that are no layer of it, and for files that are missing, corrupt or not as they were
-    written."""
+    ValueError for ones of another backbone, of another width or vocabulary, for exits that are no layer of it, and for
+    files that are missing, corrupt or not as they were written."""
     folder, about = Path(folder).expanduser(), read_about(folder)
     check_backbone(folder, about, model_hash)
     found = files_hash([folder / FILE])

@@ -112,8 +112,9 @@ def export_segments(manifest: Manifest, out: str | Path) -> Path:
         "eos_ids": sorted(all_eos(weights, weights.tokenizer(), vocab=model.shape.vocab, path=place.path)),
         "dtype": weights.stored_dtype,
     }
+    columns = _columns(weights, EMBEDDING if model.tied else HEAD, heads) if heads is not None else {}
     for segment in range(1, model.shape.segments + 1):
-        _write(folder, segment, model, weights, heads, about)
+        _write(folder, segment, model, weights, heads, columns, about)
     return folder
 
 
@@ -135,8 +136,23 @@ def names_of(segment: int, model: Llama, readouts: tuple[int, ...], heads: Mappi
     return names
 
 
+def _columns(weights: Weights, name: str, heads: ExitHeads) -> dict[int, Tensor]:
+    """By layer, the columns [d, S] of the LM head for the tokens of each shortlist; it is read once for all."""
+    listed = {layer: head.tensors["ids"] for layer, head in heads.heads.items() if head.kind == "shortlist"}
+    if not listed:
+        return {}
+    whole = _whole(weights, name)
+    return {layer: whole.index_select(0, ids).t() for layer, ids in listed.items()}
+
+
 def _write(
-    folder: Path, segment: int, model: Llama, weights: Weights, heads: ExitHeads | None, about: Mapping[str, Any]
+    folder: Path,
+    segment: int,
+    model: Llama,
+    weights: Weights,
+    heads: ExitHeads | None,
+    columns: Mapping[int, Tensor],
+    about: Mapping[str, Any],
 ) -> None:
     kinds = {k: head.kind for k, head in model.heads.items()}
     layer, readouts = model.shape.segment_layers[segment - 1].stop, tuple(about["readouts"])
@@ -145,10 +161,9 @@ def _write(
         tensors[name] = _whole(weights, EMBEDDING if name == HEAD and model.tied else name)
     if heads is not None and layer in readouts:
         if layer in heads.heads:
-            own = heads.heads[layer].tensors
-            tensors |= {f"head.{name}": tensor for name, tensor in own.items()}
-            if "ids" in own:
-                tensors[COLUMNS] = _whole(weights, EMBEDDING if model.tied else HEAD).index_select(0, own["ids"]).t()
+            tensors |= {f"head.{name}": tensor for name, tensor in heads.heads[layer].tensors.items()}
+        if layer in columns:
+            tensors[COLUMNS] = columns[layer]
         if layer in heads.probes:
             tensors |= {f"probe.{name}": getattr(heads.probes[layer], name) for name in PROBE}
     path = folder / f"segment-{segment}.safetensors"

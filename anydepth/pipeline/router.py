@@ -47,10 +47,10 @@ class Router:
     """Serves the artifacts of a manifest; a context manager, which ends the workers.
 
     profiles: thresholds of `confidence` and `probe`, or the paths of their files; a single one is used by requests that
-    name no exit setting. As with an Engine: `submit`, then `step` until `idle`, or `run`. A
-    request in a replica where a worker dies ends with finish reason "error", and `reason` says why; it is not tried
-    again, since what it has said may have been passed on. One thread at a time. Raises ValueError for artifacts that
-    are not the manifest's, RuntimeError where a worker cannot be started.
+    name no exit setting. As with an Engine: `submit`, then `step` until `idle`, or `run`. A request in a replica where
+    a worker dies ends with finish reason "error", and `reason` says why; it is not tried again, since what it has said
+    may have been passed on. One thread at a time. Raises ValueError for artifacts that are not the manifest's,
+    RuntimeError where a worker cannot be started.
     """
 
     def __init__(
