@@ -97,11 +97,12 @@ def _exit(
     parts = []
     for at in _chunks(len(h_Ad), model):
         h_nd = h_Ad[at]
-        z_nV = model.readout(k, h_nd)
-        may_n = model.answers(k, h_nd, z_nV)
-        first, lead, spread = confidence.scores(_listed(z_nV), temperature)
+        z_nS = model.listed(k, h_nd)
+        may_n = model.answers(k, h_nd, z_nS)
+        first, lead, spread = confidence.scores(z_nS, temperature)
         probe = wide(model.signal(k, h_nd)).sigmoid() if k in model.probes else torch.full_like(first, torch.nan)
-        parts.append((first, lead, spread.double(), probe.double(), z_nV.argmax(-1) == targets_A[at], may_n))
+        top = model.over_vocabulary(k, z_nS).argmax(-1)
+        parts.append((first, lead, spread.double(), probe.double(), top == targets_A[at], may_n))
     columns = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
     return tuple(columns)  # type: ignore[return-value]
 
@@ -138,10 +139,8 @@ def _states(
 
 def _listed(z_nV: Tensor) -> Tensor:
     """Without the columns that a shortlist leaves out (-inf in every row): they have no part in any sum, and are most
-    of the time of one. A list of one token gets another, as its lead is over something."""
+    of the time of one."""
     listed_V = z_nV[0].isfinite()
-    if int(listed_V.sum()) < 2:
-        listed_V[(~listed_V).long().argmax()] = True
     return z_nV if bool(listed_V.all()) else z_nV[:, listed_V]
 
 

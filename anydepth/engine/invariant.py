@@ -42,7 +42,7 @@ class Invariant:
         self._model = model
         self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
         self.embed, self.cost, self.pack, self.slots = model.embed, model.cost, model.pack, model.slots
-        self.declines = model.declines
+        self.declines, self.over_vocabulary = model.declines, model.over_vocabulary
         self.measure()
 
     def measure(self) -> None:
@@ -51,7 +51,7 @@ class Invariant:
         with torch.inference_mode():
             _check_attention(model)
             self._segment = RowBlocks(_counts(model, lambda h: model.segment(1, h, _Alone(model, len(h)))))
-            self._readout = RowBlocks(_counts(model, lambda h: torch.cat([model.readout(k, h) for k in depths], 1)))
+            self._readout = RowBlocks(_counts(model, lambda h: torch.cat([model.listed(k, h) for k in depths], 1)))
             self._project = self._segment  # which a looped model has no use for
             if not self.shape.shared_weights:
                 self._project = RowBlocks(_counts(model, lambda h: _keys_values(model, range(1), h).flatten(1)))
@@ -72,10 +72,13 @@ class Invariant:
         return self._signal.run(lambda h: self._model.signal(k, h), h_Nd)
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        return self._readout.run(lambda h: self._model.readout(k, h), h_Nd)
+        return self.over_vocabulary(k, self.listed(k, h_Nd))
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
-        return self._signal.run(lambda h, logits: self._model.answers(k, h, logits), h_Nd, logits_NV)
+    def listed(self, k: int, h_Nd: Tensor) -> Tensor:
+        return self._readout.run(lambda h: self._model.listed(k, h), h_Nd)
+
+    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
+        return self._signal.run(lambda h, logits: self._model.answers(k, h, logits), h_Nd, logits_NS)
 
     def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         made = self._project.run(lambda h, at: _keys_values(self._model, layers, h, at), h_Nd, positions_N)

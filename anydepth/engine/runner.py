@@ -28,7 +28,7 @@ from anydepth.ops.kv import Group, TurnKV, join
 
 
 class Shown(NamedTuple):
-    """Logits of rows, by their places in the plan."""
+    """Logits of rows, by their places in the plan: [n, S], see `Model.listed`."""
 
     rows: list[int]
     logits: Tensor
@@ -183,7 +183,8 @@ class Runner:
             if len(leaving) < len(rows):
                 at = self._index(leaving)
                 h_Nd = h_Nd[at]
-            shown = Shown([rows[n] for n in leaving], self._readout(k, h_Nd))
+            self._made["readout", k] += len(h_Nd)
+            shown = Shown([rows[n] for n in leaving], self.model.listed(k, h_Nd))
         may = self.model.answers(k, h_Nd, shown.logits)
         self._made["answers", k] += len(may)
         return Decided(rows, leave & may if at is None else leave.index_copy(0, at, may), shown)
@@ -196,16 +197,18 @@ class Runner:
                 leaves[i] = left
         out = [i for i, left in enumerate(leaves) if left]
         h_Ld = h_Bd if len(out) == len(decode) else h_Bd.index_select(0, self._index(out))
-        return Leaving(out, [decode[i].depth for i in out], h_Ld, self._known(out, decided))
+        known = self._known(decode[0].depth, out, decided) if out else None
+        return Leaving(out, [decode[i].depth for i in out], h_Ld, known)
 
-    def _known(self, out: list[int], decided: list[Decided]) -> Tensor | None:
-        """Logits of the rows that leave, where those of all of them were made for one policy."""
-        if len(decided) != 1 or (shown := decided[0].shown) is None or not out:
+    def _known(self, k: int, out: list[int], decided: list[Decided]) -> Tensor | None:
+        """Logits [L, V] of the rows that leave at depth k, where those of all of them were made for one policy."""
+        if len(decided) != 1 or (shown := decided[0].shown) is None:
             return None
         place = {i: n for n, i in enumerate(shown.rows)}
         if any(i not in place for i in out):
             return None
-        return shown.logits.index_select(0, self._index(place[i] for i in out))
+        logits_LS = shown.logits.index_select(0, self._index(place[i] for i in out))
+        return self.model.over_vocabulary(k, logits_LS)
 
     def _leave_full(
         self,

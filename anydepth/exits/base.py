@@ -33,7 +33,8 @@ class Thresholds:
 
 class Policy:
     """Base of all policies; a new one is one file with one subclass named `Policy`. `profiles` are those that the
-    engine was given, by name. `everywhere`: it is asked at every depth below max_depth, not only where `asks` says."""
+    engine was given, by name. `everywhere`: it is asked at every depth below max_depth, not only where `asks` says.
+    `needs`: what `decide` sees, and no more is computed; logits are `Model.listed`, of tokens that an exit can give."""
 
     profiles: Mapping[str, Thresholds] = MappingProxyType({})
     everywhere: ClassVar[bool] = True
@@ -84,7 +85,7 @@ class Policy:
         """What `decide` is shown of rows whose state after segment `k` is `h`."""
         if self.needs == "signal":
             return model.signal(k, h_Nd)
-        return model.readout(k, h_Nd) if self.needs == "logits" else h_Nd
+        return model.listed(k, h_Nd) if self.needs == "logits" else h_Nd
 
 
 def known_profiles(profiles: Sequence[Profile], shape: Shape) -> dict[str, Thresholds]:

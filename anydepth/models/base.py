@@ -53,7 +53,13 @@ class Model(Protocol):
         """The exit gate's logits at depth k, [N]. ValueError where the model has no gate."""
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, V] read from h_k."""
+        """Logits [N, V] read from h_k: those of `listed`, over the whole vocabulary."""
+
+    def listed(self, k: int, h_Nd: Tensor) -> Tensor:
+        """Logits [N, S] read from h_k, of the S tokens that a readout at depth k can give."""
+
+    def over_vocabulary(self, k: int, logits_NS: Tensor) -> Tensor:
+        """What `listed` gave at depth k as [N, V]: -inf for any other token."""
 
     def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         """K (after RoPE) and V [N, G, D] that each of the layers makes of a state."""
@@ -61,8 +67,8 @@ class Model(Protocol):
     def declines(self, k: int) -> bool:
         """Whether there are rows that the readout at depth k must not answer: `answers` says which."""
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
-        """Which rows the readout at depth k, with these logits, may answer, [N] bool."""
+    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
+        """Which rows the readout at depth k, with these (listed) logits, may answer, [N] bool."""
 
     def cost(self, part: Part, k: int, context: float) -> Cost:
         """Work of `part` at depth k for a row that attends over `context` positions. Affine in `context`."""

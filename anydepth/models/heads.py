@@ -9,15 +9,16 @@ A head turns the state after segment k into logits over the whole vocabulary; a 
 | `low_rank` | own RMSNorm, x + (x a) b with a [d, r] and b [r, d], then the model's own unembedding | d (1 + 2 r) |
 | `shortlist` | the same, but of the unembedding only the S tokens `ids`, and `other` for any other | d (2 + 2 r) + S |
 
-A shortlist is kept as what it is made of and read as one table [d, S + 1]: those columns through the correction. It
-declines where "any other" is its largest logit: the row then goes on, though its policy lets it go, unless it has
-reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
+A shortlist is kept as what it is made of and read as one table [d, S] and a column for "any other": the unembedding's
+through the correction. It declines where "any other" is its largest logit: the row then goes on, though its policy lets
+it go, unless it has reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, all V of the other kinds,
+r rank.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ from anydepth.models.heads_about import ABOUT, FILE, VERSION, read_about
 from anydepth.ops.linear import linear
 from anydepth.record import files_hash, write_atomically
 
-KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "ids")}  # to read with
-FILES = {**KINDS, "shortlist": ("norm", "a", "b", "other", "ids")}  # to keep
+# What each kind is read with, and what of it is kept.
+KINDS = {"norm": ("norm",), "low_rank": ("norm", "a", "b"), "shortlist": ("norm", "table", "other", "ids")}
+FILES = {**KINDS, "shortlist": ("norm", "a", "b", "other", "ids")}
 PROBE = ("weight", "bias")
 
 
@@ -55,23 +57,35 @@ class Head:
         """A shortlist as it is read with, made from the unembedding's columns of its tokens."""
         own = self.tensors
         table = torch.cat((columns_dS.to(own["other"]), own["other"][:, None]), 1)
-        return Head(self.kind, {"norm": own["norm"], "table": table + own["a"] @ (own["b"] @ table), "ids": own["ids"]})
+        table = table + own["a"] @ (own["b"] @ table)
+        listed, other = table[:, :-1].contiguous(), table[:, -1].contiguous()
+        return Head(self.kind, {"norm": own["norm"], "table": listed, "other": other, "ids": own["ids"]})
+
+    def with_table(self, change: Callable[[Tensor], Tensor]) -> Head:
+        """A shortlist that is read with, its table changed: packed, say. Others as they are."""
+        if self.kind != "shortlist":
+            return self
+        return Head(self.kind, {**self.tensors, "table": change(self.tensors["table"])})
 
     def logits(self, h_Nd: Tensor, unembedding_dV: Tensor, eps: float) -> Tensor:
-        """[N, V]; -inf for tokens that a shortlist leaves out."""
+        """[N, S], of the listed tokens in the order of `ids`."""
         x = rms_norm(h_Nd, self.tensors["norm"], eps)
         if self.kind == "low_rank":
             x = x + (x @ self.tensors["a"]) @ self.tensors["b"]
         if self.kind != "shortlist":
             return linear(x, unembedding_dV)
-        listed = (x @ self.tensors["table"])[:, :-1]
-        full = listed.new_full((len(x), unembedding_dV.shape[1]), float("-inf"))
-        return full.index_copy(1, self.tensors["ids"], listed)
+        return linear(x, self.tensors["table"])
 
-    def answers(self, h_Nd: Tensor, logits_NV: Tensor, eps: float) -> Tensor:
+    def over_vocabulary(self, logits_NS: Tensor, vocab: int) -> Tensor:
+        """[N, V]: -inf for tokens that a shortlist leaves out."""
+        if self.kind != "shortlist":
+            return logits_NS
+        full = logits_NS.new_full((len(logits_NS), vocab), float("-inf"))
+        return full.index_copy(1, self.tensors["ids"], logits_NS)
+
+    def answers(self, h_Nd: Tensor, logits_NS: Tensor, eps: float) -> Tensor:
         """[N] bool, whether a shortlist with these logits may answer: "any other" is not above all of them."""
-        other = rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["table"][:, -1]
-        return logits_NV.amax(-1) >= other
+        return logits_NS.amax(-1) >= rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["other"]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ own final norm and LM head. Shape suffixes: see `base.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +19,7 @@ from anydepth.models.base import KV, Cost, Part, Shape
 from anydepth.models.config import need, positive, refuse_variants, rope_settings
 from anydepth.models.decoder import Decoder, LayerShape
 from anydepth.models.heads import ExitHeads, Head, Probe, exit_segments
-from anydepth.ops.linear import linear
+from anydepth.ops.linear import pack, unpack
 
 
 class Llama(Decoder):
@@ -72,6 +72,7 @@ class Llama(Decoder):
         self.heads = {segment[layer]: head for layer, head in heads.heads.items()}
         self.probes = {segment[layer]: probe for layer, probe in heads.probes.items()}
         self.shape = replace(self.shape, headed=frozenset(self.heads), probed=frozenset(self.probes))
+        self.each_table(pack)
 
     def signal(self, k: int, h_Nd: Tensor) -> Tensor:
         """The probe's logits at depth k, [N]."""
@@ -79,31 +80,46 @@ class Llama(Decoder):
             raise ValueError(f"this model has no exit probe at depth {k}")
         return self.probes[k].logit(h_Nd)
 
-    def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, V] through the exit's head, or the model's own final norm and LM head."""
-        if k in self.heads:
-            return self.heads[k].logits(h_Nd, self.head, self.eps)
-        return linear(self.final_norm(h_Nd), self.head)
+    def listed(self, k: int, h_Nd: Tensor) -> Tensor:
+        """Logits [N, S] through the exit's head, or [N, V] through the model's own final norm and LM head."""
+        return self.heads[k].logits(h_Nd, self.head, self.eps) if k in self.heads else super().listed(k, h_Nd)
+
+    def over_vocabulary(self, k: int, logits_NS: Tensor) -> Tensor:
+        return self.heads[k].over_vocabulary(logits_NS, self.shape.vocab) if k in self.heads else logits_NS
+
+    def each_table(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace the tables of shortlists one after the other."""
+        for k, head in self.heads.items():
+            self.heads[k] = head.with_table(change)
+
+    def pack(self) -> None:
+        """As in `Decoder`; tables of shortlists too."""
+        super().pack()
+        self.each_table(pack)
+
+    def slots(self) -> dict[str, Tensor]:
+        self.each_table(unpack)
+        return super().slots()
 
     def declines(self, k: int) -> bool:
         """Where there is a shortlist."""
         return k in self.heads and self.heads[k].kind == "shortlist"
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NV: Tensor) -> Tensor:
+    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
         """Which rows the head at depth k may answer, [N] bool."""
         if not self.declines(k):
-            return super().answers(k, h_Nd, logits_NV)
-        return self.heads[k].answers(h_Nd, logits_NV, self.eps)
+            return super().answers(k, h_Nd, logits_NS)
+        return self.heads[k].answers(h_Nd, logits_NS, self.eps)
 
     def cost(self, part: Part, k: int, context: float) -> Cost:
-        """As `Decoder.cost`, with the exit head at depth k. A shortlist multiplies by its own columns, once more by
-        "any other" to tell whether it answers, and its logits are written over the whole vocabulary."""
+        """As `Decoder.cost`, with the exit head at depth k. A shortlist multiplies by its own columns and, to tell
+        whether it answers, by "any other"."""
         head, item = self.heads.get(k), self.norm.element_size()
         if head is None or part not in ("readout", "answers"):
             return super().cost(part, k, context)
         if head.kind == "shortlist":
             numbers = head.tensors["table"].numel() if part == "readout" else self.shape.hidden
-            return Cost(2.0 * numbers, self.shape.vocab * item * (part == "readout"), numbers * item)
+            return Cost(2.0 * numbers, len(head.tensors["ids"]) * item * (part == "readout"), numbers * item)
         plain = super().cost(part, k, context)
         extra = sum(head.tensors[name].numel() for name in ("a", "b") if name in head.tensors and part == "readout")
         return plain._replace(

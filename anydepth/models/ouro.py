@@ -61,8 +61,8 @@ class Ouro(Decoder):
         """Gate logits w . h + b, [N]; the hazard is their sigmoid."""
         return torch.nn.functional.linear(h_Nd, self.gate_weight, self.gate_bias).squeeze(-1)
 
-    def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, V]; h is already normalised."""
+    def listed(self, k: int, h_Nd: Tensor) -> Tensor:
+        """All V logits; h is already normalised."""
         return linear(h_Nd, self.head)
 
     def slots(self) -> dict[str, Tensor]:

@@ -66,20 +66,15 @@ class Part(Llama):
             h_Nd = self.layers[index].forward(index - self.first_layer, h_Nd, rotary, kv)
         return h_Nd
 
-    def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """As in `Llama`; a shortlist, which needs no LM head, is told the vocabulary by one without numbers."""
-        if k in self.heads and self.heads[k].kind == "shortlist":
-            return self.heads[k].logits(h_Nd, torch.empty(self.shape.hidden, self.shape.vocab, device="meta"), self.eps)
-        return super().readout(k, h_Nd)
-
     def pack(self) -> None:
-        """As in `Decoder`, for the layers it has; and the LM head, where it is not the embedding too."""
+        """As in `Llama`, for the layers it has; and the LM head, where it is not the embedding too."""
         with torch.no_grad():
             for layer in self.layers:
                 if not layer.qkv.is_meta:
                     layer.each_matrix(pack)
             if not (self.tied and self.is_first) and not self.head.is_meta:
                 self.head = pack(self.head)
+            self.each_table(pack)
 
     def held(self) -> dict[str, int]:
         """Bytes by name of every tensor it has storage for."""

@@ -167,12 +167,12 @@ class Worker:
             left = [n for n, leaves in enumerate(leave.tolist()) if leaves]
             if not left:
                 continue
-            logits_LV = seen[left] if policy.needs == "logits" else None
+            logits_LS = seen[left] if policy.needs == "logits" else None
             if self.part.declines(k):
-                logits_LV = self.part.readout(k, h_Ld[left]) if logits_LV is None else logits_LV
-                may = self.part.answers(k, h_Ld[left], logits_LV).tolist()
-                left, logits_LV = [n for n, answers in zip(left, may, strict=True) if answers], logits_LV[may]
-            shown = logits_LV if logits_LV is not None else [None] * len(left)
+                logits_LS = self.part.listed(k, h_Ld[left]) if logits_LS is None else logits_LS
+                may = self.part.answers(k, h_Ld[left], logits_LS).tolist()
+                left, logits_LS = [n for n, answers in zip(left, may, strict=True) if answers], logits_LS[may]
+            shown = [None] * len(left) if logits_LS is None else self.part.over_vocabulary(k, logits_LS)
             out |= {places[n]: given for n, given in zip(left, shown, strict=True)}
         return out
 

@@ -18,6 +18,7 @@ from anydepth import LLM
 from anydepth.engine.engine import Engine
 from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
 from anydepth.models.heads_about import ABOUT, FILE, read_about
+from anydepth.ops.linear import unpack
 from anydepth.profile import Exit, Profile
 from anydepth.record import files_hash
 from anydepth.types import Sampling
@@ -44,6 +45,10 @@ def random_heads(kind: str, seed: int = 0, *, exits: tuple[int, ...] = EXITS[:-1
 
     probes = {layer: Probe(normal(32, scale=0.3), normal(1, scale=0.1)) for layer in exits}
     return ExitHeads(model_hash="m", heads={layer: head() for layer in exits}, probes=probes, about={})
+
+
+def single_precision(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.is_floating_point() else x
 
 
 def with_heads(kind: str, seed: int = 3) -> tuple[Any, Any, ExitHeads]:
@@ -396,13 +401,13 @@ def test_a_profile_that_is_wrong_says_so(text, message, tmp_path):
 def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
     """Of rows that leave by their logits, the head runs once; below min_depth, and of a probe, it does not run."""
     model, _, _ = with_heads("low_rank")
-    read, readout = [], model.readout
+    read, listed = [], model.listed
 
     def counted(k, h):
         read.append((k, len(h)))
-        return readout(k, h)
+        return listed(k, h)
 
-    monkeypatch.setattr(model, "readout", counted)
+    monkeypatch.setattr(model, "listed", counted)
     for settings in (
         {"exit_policy": "confidence"},
         {"exit_policy": "confidence", "min_depth": 2},
@@ -417,6 +422,43 @@ def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
         else:
             asked = range(settings.get("min_depth", 1), 3)
             assert inner == sum(k <= depth for depth in output.depths[1:] for k in asked)
+
+
+def test_a_shortlist_is_packed_and_comes_back(monkeypatch):
+    """Logits, and who may answer, are those of the plain table; `slots` unpacks it."""
+    model, _, heads = with_heads("shortlist")
+    h = torch.randn(8, 32)
+    single = replace(
+        heads,
+        heads={
+            n: Head(x.kind, {k: single_precision(t) for k, t in x.folded(model.head).tensors.items()})
+            for n, x in heads.heads.items()
+        },
+    )
+    model.attach(single)
+    plain, table = model.readout(1, h), model.heads[1].tensors["table"]
+    assert not table.is_mkldnn and bool(plain.isinf().any())
+    monkeypatch.setattr("anydepth.ops.linear.LARGE", 1)
+    model.attach(single)
+    assert model.heads[1].tensors["table"].is_mkldnn
+    with torch.inference_mode():
+        listed = model.listed(1, h)
+        torch.testing.assert_close(model.over_vocabulary(1, listed), plain)
+        assert torch.equal(model.answers(1, h, listed), model.answers(1, h, plain))
+    model.each_table(unpack)
+    assert torch.equal(model.heads[1].tensors["table"], table)
+
+
+def test_a_shortlist_of_one_token_leads_over_nothing():
+    model, _, heads = with_heads("shortlist")
+    one = {layer: Head("shortlist", {**x.tensors, "ids": x.tensors["ids"][:1]}) for layer, x in heads.heads.items()}
+    model.attach(replace(heads, heads={layer: head.folded(model.head) for layer, head in one.items()}))
+    sure = Profile(name="p", gate_temperature=1.0, exits=(Exit(layer=1, logit=-1e9, margin=1e9, entropy=0.0),))
+    engine = Engine(model, fill="project", profiles=[sure])
+    request = engine.prepare([5, 9, 13], Sampling(max_tokens=12, ignore_eos=True, exit_policy="confidence"))
+    (output,) = drain(engine, [request]).values()
+    only = int(one[1].tensors["ids"])
+    assert {token for d, token in zip(output.depths, output.token_ids, strict=True) if d == 1} == {only}
 
 
 def test_a_single_profile_is_asked_where_no_exit_setting_is_named():
