@@ -1,15 +1,17 @@
 """A pipeline of two processes on this machine: its throughput beside what the machine allows.
 
 Decode rows go through in micro-batches; each reads the weights of every stage once (not the embedding, but the last
-stage's LM head) and the K/V of its rows. The slower stage sets the pace, and memory is shared. Two predictions:
+stage's LM head) and the K/V of its rows. The slower stage sets the pace, and memory is shared. Three predictions:
 
 - bound: a stage needs max(FLOPs / peak, bytes / bandwidth), both of one process while the other works too; and the two
   together read no more than both were seen to read at once.
 - products: a stage needs the time of its matrix products for a micro-batch, measured while the other's are; that has
   weights read once and bandwidth shared, at the speed that these products reach for so few rows.
+- workers: a stage needs the time of its worker for a micro-batch, with K/V, attention, norms and sampling, measured
+  while the other's is; what is lost to this is lost between workers.
 
-Both are measured before and after, and the better of the two is taken. Throughput is of the time in which all requests
-decode.
+All are measured before, between and after the runs: of seconds the median is taken, of peaks the largest. Throughput is
+of the time in which all requests decode.
 
     python benchmarks/pipeline.py --out runs/pipeline            # SmolLM2-135M, C = 32, micro-batches of 8: 2 minutes
     python benchmarks/pipeline.py --out runs/tiny --tokens 8 --requests 8
@@ -20,11 +22,13 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -33,28 +37,33 @@ from anydepth.bench.roofline import Machine, measure_machine
 from anydepth.ops.linear import linear
 from anydepth.pipeline.export import export_segments, outline, read_artifacts
 from anydepth.pipeline.manifest import Manifest, Stage
+from anydepth.pipeline.messages import Batch, Row, Seat
 from anydepth.pipeline.part import Part
 from anydepth.pipeline.router import Router
+from anydepth.pipeline.worker import Worker
 from anydepth.types import Sampling
 
 PROMPT_TOKENS = 16
 
 
 class Measured(NamedTuple):
-    """What a stage's process reaches while the others work too: its peak and bandwidth, and seconds of its products."""
+    """What a stage's process reaches while the others work too: its peak and bandwidth, and seconds that a micro-batch
+    takes for its products, and in its worker."""
 
     machine: Machine
     products_s: float
+    worker_s: float
 
 
 class Predicted(NamedTuple):
     """Seconds of a micro-batch in each stage by FLOPs and bytes, of reading all their bytes together, and the tokens/s
-    that follow from these and from the products."""
+    that follow from these, from the products and from the workers."""
 
     stage_s: tuple[float, ...]
     memory_s: float
     bound_tokens_per_s: float
     products_tokens_per_s: float
+    workers_tokens_per_s: float
 
 
 def manifest_of(model: str, exits: tuple[int, ...], *, requests: int, micro_batch: int) -> Manifest:
@@ -72,14 +81,15 @@ def manifest_of(model: str, exits: tuple[int, ...], *, requests: int, micro_batc
     )
 
 
-def measured_in(artifacts: str, manifest: Manifest, stage: int, rows: int) -> Measured:
+def measured_in(artifacts: str, manifest: Manifest, stage: int, rows: int, context: int) -> Measured:
     """Of one stage; to be run for all at once."""
     torch.set_num_threads(manifest.threads)
     own = [read_artifacts(artifacts, manifest)[segment - 1] for segment in manifest.stages[stage].segments]
     part = Part(own, dtype=manifest.dtype, device="cpu")
-    products_s = best(lambda: products(part, rows))
+    decode = decoding(part, manifest, rows, context)
+    products_s, worker_s = median_s(lambda: products(part, rows)), median_s(decode)
     part.shape = replace(part.shape, segment_layers=(part.shape.segment_layers[part.own[0] - 1],))
-    return Measured(measure_machine(part), products_s)
+    return Measured(measure_machine(part), products_s, worker_s)
 
 
 @torch.inference_mode()
@@ -97,29 +107,53 @@ def products(part: Part, rows: int) -> None:
             part.readout(k, x)
 
 
-def best(function: Callable[[], None], repetitions: int = 20) -> float:
+def decoding(part: Part, manifest: Manifest, rows: int, context: int) -> Callable[[], None]:
+    """A worker's micro-batch of rows that each see `context` positions, as it comes from where the worker stands."""
+    sizes = {"slots": manifest.max_batch, "pages": manifest.pages, "page_size": manifest.page_size}
+    worker = Worker(part, **sizes, fill=manifest.fill)
+    last, greedy = part.shape.segments, Sampling(max_tokens=context)
+    ids, h = (tuple(range(rows)), None) if part.is_first else ((), torch.ones(rows, part.shape.hidden))
+
+    def decode(position: int, seats: tuple[Seat, ...] = ()) -> None:
+        decoded = tuple(Row(key, position, 1, 1, last) for key in range(rows))
+        worker.run(Batch(epoch=0, number=0, released=(), seats=seats, rows=decoded, ids=ids, h=h))
+
+    decode(0, tuple(Seat(key, context, greedy, 0, context, last) for key in range(rows)))
+    for position in range(1, context):
+        decode(position)
+    return partial(decode, context - 1)
+
+
+def median_s(function: Callable[[], None], repetitions: int = 60) -> float:
     seconds = []
     for _ in range(repetitions):
         began = time.perf_counter()
         function()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    return median(seconds)
 
 
-def measure(artifacts: str, manifest: Manifest, rows: int) -> list[Measured]:
+def measure(artifacts: str, manifest: Manifest, rows: int, context: int) -> list[Measured]:
     """Every stage, measured while the others are."""
     count = len(manifest.stages)
     with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
         list(pool.map(time.sleep, [2.0] * count))  # so that every process is up, and imports are done with
-        return list(pool.map(measured_in, [artifacts] * count, [manifest] * count, range(count), [rows] * count))
+        each = partial(measured_in, artifacts, manifest, rows=rows, context=context)
+        return list(pool.map(each, range(count)))
 
 
-def predict(artifacts: str, manifest: Manifest, stages: list[Measured], *, rows: int, context: float) -> Predicted:
+def together(several: Sequence[Measured]) -> Measured:
+    """One stage, measured several times."""
+    machines, products_s, worker_s = zip(*several, strict=True)
+    return Measured(Machine(*map(max, zip(*machines, strict=True))), median(products_s), median(worker_s))
+
+
+def predict(artifacts: str, manifest: Manifest, stages: list[Measured], *, rows: int, context: int) -> Predicted:
     """What the machine allows a micro-batch of `rows` whose contexts have `context` positions on average."""
     found = read_artifacts(artifacts, manifest)
     model = outline(found[0].config, manifest.segments)
     stage_s, total_bytes = [], 0.0
-    for stage, (machine, _) in zip(manifest.stages, stages, strict=True):
+    for stage, (machine, *_) in zip(manifest.stages, stages, strict=True):
         costs = [model.cost("segment", k, context) for k in stage.segments]
         costs += [model.cost("readout", k, context) for k in stage.segments if model.shape.segments == k]
         flops = rows * sum(cost.flops_per_row for cost in costs)
@@ -127,8 +161,13 @@ def predict(artifacts: str, manifest: Manifest, stages: list[Measured], *, rows:
         stage_s.append(max(flops / machine.flops_per_s, moved / machine.bytes_per_s))
         total_bytes += moved
     memory_s = total_bytes / sum(stage.machine.bytes_per_s for stage in stages)
-    products_s = max(stage.products_s for stage in stages)
-    return Predicted(tuple(stage_s), memory_s, rows / max(*stage_s, memory_s), rows / products_s)
+    return Predicted(
+        tuple(stage_s),
+        memory_s,
+        bound_tokens_per_s=rows / max(*stage_s, memory_s),
+        products_tokens_per_s=rows / max(stage.products_s for stage in stages),
+        workers_tokens_per_s=rows / max(stage.worker_s for stage in stages),
+    )
 
 
 def run(artifacts: str, manifest: Manifest, *, tokens: int, requests: int) -> float:
@@ -163,29 +202,25 @@ def main() -> None:
     exits = tuple(map(int, asked.exits.split(",")))
     manifest = manifest_of(asked.model, exits, requests=asked.requests, micro_batch=asked.micro_batch)
     artifacts = str(export_segments(manifest, asked.out / "artifacts"))
-    rows = min(asked.micro_batch, -(-asked.requests // len(exits)))
-    before = measure(artifacts, manifest, rows)
-    speeds = [run(artifacts, manifest, tokens=asked.tokens, requests=asked.requests) for _ in range(asked.repetitions)]
-    after = measure(artifacts, manifest, rows)
-    stages = [better(a, b) for a, b in zip(before, after, strict=True)]
-    predicted = predict(artifacts, manifest, stages, rows=rows, context=PROMPT_TOKENS + asked.tokens / 2)
-    measured = sorted(speeds)[len(speeds) // 2]
-    for n, ((machine, products_s), stage_s) in enumerate(zip(stages, predicted.stage_s, strict=True), 1):
+    rows, context = min(asked.micro_batch, -(-asked.requests // len(exits))), PROMPT_TOKENS + asked.tokens // 2
+    speeds, found = list[float](), [measure(artifacts, manifest, rows, context)]
+    for _ in range(asked.repetitions):
+        speeds.append(run(artifacts, manifest, tokens=asked.tokens, requests=asked.requests))
+        found.append(measure(artifacts, manifest, rows, context))
+    stages = [together(each) for each in zip(*found, strict=True)]
+    predicted = predict(artifacts, manifest, stages, rows=rows, context=context)
+    for n, (stage, stage_s) in enumerate(zip(stages, predicted.stage_s, strict=True), 1):
         print(
-            f"stage {n}: {machine.flops_per_s / 1e9:.1f} GFLOP/s, {machine.bytes_per_s / 1e9:.1f} GB/s; a micro-batch "
-            f"of {rows} needs {1e3 * stage_s:.1f} ms by these, {1e3 * products_s:.1f} ms for its products"
+            f"stage {n}: {stage.machine.flops_per_s / 1e9:.1f} GFLOP/s, {stage.machine.bytes_per_s / 1e9:.1f} GB/s; a "
+            f"micro-batch of {rows} needs {1e3 * stage_s:.1f} ms by these, {1e3 * stage.products_s:.1f} ms for its "
+            f"products, {1e3 * stage.worker_s:.1f} ms in its worker"
         )
     print(f"all stages' bytes together: {1e3 * predicted.memory_s:.1f} ms")
-    print(f"measured {measured:.1f} tokens/s ({min(speeds):.1f}-{max(speeds):.1f}; target 85 % of what is predicted)")
-    for name, value in (("bound", predicted.bound_tokens_per_s), ("products", predicted.products_tokens_per_s)):
-        print(f"predicted by {name}: {value:.1f} tokens/s, reached {100 * measured / value:.0f} %")
-    result = {"predicted": predicted._asdict(), "measured_tokens_per_s": speeds, "stages": stages}
+    print(f"measured {median(speeds):.1f} tokens/s ({min(speeds):.1f}-{max(speeds):.1f})")
+    for name, value in zip(("bound", "products", "workers"), predicted[2:], strict=True):
+        print(f"predicted by {name}: {value:.1f} tokens/s, reached {100 * median(speeds) / value:.0f} %")
+    result = {"predicted": predicted._asdict(), "measured_tokens_per_s": speeds, "stages": stages, "measured": found}
     (asked.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-
-
-def better(a: Measured, b: Measured) -> Measured:
-    machine = Machine(*map(max, zip(a.machine, b.machine, strict=True)))
-    return Measured(machine, min(a.products_s, b.products_s))
 
 
 if __name__ == "__main__":

@@ -62,8 +62,8 @@ class Head:
         return Head(self.kind, {"norm": own["norm"], "table": listed, "other": other, "ids": own["ids"]})
 
     def with_table(self, change: Callable[[Tensor], Tensor]) -> Head:
-        """A shortlist that is read with, its table changed: packed, say. Others as they are."""
-        if self.kind != "shortlist":
+        """A shortlist with its table changed, packed say; one that is not folded, and others, as they are."""
+        if "table" not in self.tensors:
             return self
         return Head(self.kind, {**self.tensors, "table": change(self.tensors["table"])})
 

@@ -72,7 +72,7 @@ def test_a_shortlist_costs_its_own_size_and_an_adapter_on_top():
     for kind, flops, answers in (
         ("norm", plain, 0),
         ("low_rank", plain + 2 * 2 * hidden * 4, 0),
-        ("shortlist", 2 * hidden * 21, 2 * hidden),
+        ("shortlist", 2 * hidden * 20, 2 * hidden),
     ):
         model, _, _ = with_heads(kind)
         assert model.cost("readout", 1, 0.0).flops_per_row == flops

@@ -348,7 +348,7 @@ def test_exit_heads_and_projected_keys_change_no_bit(tmp_path, policy):
 def test_every_depth_has_its_readout_measured(monkeypatch):
     """Rows of the last readout that have other bits in other counts are run one at a time."""
     model = twins("layered", dtype=torch.float32, segments=[1, 2, 4])[0]
-    readout = model.readout
+    listed = model.listed
     model.shape = replace(model.shape, headed=frozenset({1}))
-    monkeypatch.setattr(model, "readout", lambda k, h: readout(k, h) + (k > 1) * 1e-3 * torch.arange(len(h))[:, None])
+    monkeypatch.setattr(model, "listed", lambda k, h: listed(k, h) + (k > 1) * 1e-3 * torch.arange(len(h))[:, None])
     assert Invariant(model).counts["readout"] == (1,)

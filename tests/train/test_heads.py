@@ -224,7 +224,7 @@ def test_the_last_evaluation_is_of_the_numbers_in_the_file(tmp_path, checkpoint,
     top = model.readout(model.shape.segments, states[-1]).argmax(-1)
     for layer, h, free in zip(recipe.exits, states[:-1], exact.evaluate(), strict=True):
         logits = kept.heads[layer].logits(h, model.head, model.eps)
-        agrees = logits.argmax(-1) == top
+        agrees = kept.heads[layer].over_vocabulary(logits, model.shape.vocab).argmax(-1) == top
         if kind == "shortlist":
             agrees &= kept.heads[layer].answers(h, logits, model.eps)
         else:
