@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["LLM", "Chunk", "Engine", "Output", "Request", "Sampling", "Score", "Usage"]
 
-# Weights on huge pages, where Linux lends them on request: a CPU reads them a tenth faster. torch asks for this once, at
-# its first tensor; 0 beforehand turns it off.
+# Weights on huge pages, where Linux lends them on request: a CPU reads them a tenth faster. torch looks here once, when
+# it makes its first tensor; 0 beforehand leaves it off.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 _LAZY = {"LLM": "anydepth.engine.llm", "Engine": "anydepth.engine.engine"}

@@ -1,9 +1,11 @@
-"""Bars on stderr: what is done, of how much, in what time, and how long it will take. Imports no torch."""
+"""What is done, of how much, and how long the rest will take: bars on stderr, or lines for a log. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +34,26 @@ class Bar:
     def tell(self, what: str) -> None:
         """Say what is under way, in the place of the bar's name."""
         self._display.update(self._line, description=what)
+
+
+class Countdown:
+    """Says "scored 50 of 640 answers, 0:05:12 to go", one line for every `every` answers and a last one.
+
+    `before`: how many there were at the beginning, of which nothing is known but that.
+    """
+
+    def __init__(self, what: str, total: int, say: Callable[[str], None], *, every: int = 50, before: int = 0) -> None:
+        self._what, self._total, self._say, self._every = what, total, say, every
+        self._done = self._before = before
+        self._began = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        """So many more are done."""
+        lines, self._done = self._done // self._every, self._done + count
+        if self._done // self._every > lines or self._done == self._total:
+            pace_s = (time.monotonic() - self._began) / (self._done - self._before)
+            left = timedelta(seconds=round(pace_s * (self._total - self._done)))
+            self._say(f"{self._what} {self._done} of {self._total} answers, {left} to go")
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from anydepth.bench.rows import write_rows
+from anydepth.dtypes import dtype_name
 from anydepth.engine.engine import Engine
 from anydepth.engine.invariant import Invariant
 from anydepth.exits.gate_cdf import Policy
@@ -182,7 +183,7 @@ def attention() -> Rows:
 
 
 def _dtype(dtype: torch.dtype) -> dict[str, str]:
-    return {"dtype": str(dtype).removeprefix("torch.")}
+    return {"dtype": dtype_name(dtype)}
 
 
 def speed(name: str, model: Any, prompts: list[list[int]], length: int, repetitions: int) -> Rows:

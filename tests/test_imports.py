@@ -16,10 +16,11 @@ import pytest
 import anydepth
 
 ROOT = Path(anydepth.__file__).parent
-SHARED = {"types", "record", "stats", "provenance", "certificate", "profile", "progress", "table_parts"}
+SHARED = {"types", "dtypes", "record", "stats", "provenance", "certificate", "profile", "progress", "table_parts"}
 # Room -> rooms it may import, itself aside. Siblings (eval, bench, train) do not know each other.
 MAY_IMPORT = {
     "types": set(),
+    "dtypes": set(),
     "record": {"types"},
     "certificate": {"types", "record"},
     "stats": set(),
@@ -261,3 +262,12 @@ def test_torch_behind_another_module_is_found(tmp_path, monkeypatch):
     monkeypatch.setitem(MODULES, "anydepth.eval.sample", tmp_path / "sample.py")
     with pytest.raises(AssertionError, match=r"torch <- anydepth\.models\.base <- anydepth\.eval\.sample"):
         test_loading_asks_for_no_torch("anydepth.eval.sample")
+
+
+@pytest.mark.parametrize("before, after", [(None, "1"), ("0", "0")])
+def test_weights_lie_on_huge_pages_unless_it_was_said_otherwise(before, after):
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"}
+    environment |= {} if before is None else {"THP_MEM_ALLOC_ENABLE": before}
+    code = "import anydepth, os; print(os.environ['THP_MEM_ALLOC_ENABLE'])"
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == after

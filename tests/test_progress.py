@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anydepth.progress import bars
+from anydepth.progress import Countdown, bars
 
 
 def test_a_bar_is_on_stderr_with_its_name_and_counts(capsys):
@@ -41,3 +41,17 @@ def test_bars_that_are_not_shown_can_be_moved_on(capsys):
         answers.advance()
         raise KeyError
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_countdown_says_a_line_in_so_many_and_a_last_one(monkeypatch):
+    clock, told = [100.0], []
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    countdown = Countdown("made", 25, told.append, every=10, before=5)
+    for count in (1, 3, 2, 9, 4, 1):  # 6, 9, 11, 20, 24, 25: what there was before took no time
+        clock[0] += 30.0 * count
+        countdown.advance(count)
+    assert told == [
+        "made 11 of 25 answers, 0:07:00 to go",
+        "made 20 of 25 answers, 0:02:30 to go",
+        "made 25 of 25 answers, 0:00:00 to go",
+    ]

@@ -14,6 +14,7 @@ import torch
 from anydepth.bench.arrivals import Load
 from anydepth.bench.drive import closed_loop, settle_on
 from anydepth.bench.throughput import PAGE_SIZE, Cell, matched_requests
+from anydepth.dtypes import dtype_name
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive
 from anydepth.engine.signals import load_mode
@@ -95,7 +96,7 @@ class Plan:
         model = self.checkpoint.model
         return {
             "model": self.checkpoint.name,
-            "dtype": str(model.dtype).removeprefix("torch."),
+            "dtype": dtype_name(model.dtype),
             "device": model.device.type,
             "threads": torch.get_num_threads(),
             "segments": model.shape.segments,

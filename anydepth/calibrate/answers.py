@@ -10,12 +10,13 @@ from pathlib import Path
 
 from anydepth.calibrate.lines import whole_lines
 from anydepth.calibrate.prompts import prompt_id
+from anydepth.dtypes import dtype_name
 from anydepth.engine.llm import LLM
+from anydepth.progress import Countdown
 from anydepth.train.head_data import keep_plan, prompt_ids
 from anydepth.types import Sampling
 
 PLAN, LINES, VERSION = "answers.json", "answers.jsonl", 1
-_REPORT_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def full_depth_answers(
         "model_hash": llm.checkpoint.model_hash,
         "tokenizer_hash": words.hash,
         "template_hash": words.template_hash,
-        "dtype": str(llm.checkpoint.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(llm.checkpoint.model.dtype),
         "answer_tokens": tokens,
     }
     keep_plan(folder / PLAN, plan, what="answers")
@@ -61,7 +62,7 @@ def full_depth_answers(
         report(f"{len(long)} prompts are too long for an answer and are left out")
     requests = llm.prepare([ids[id] for id in left], Sampling(max_tokens=tokens)) if left else []
     names = dict(zip((request.id for request in requests), left, strict=True))
-    done = sum(id in made for id in ids)
+    countdown = Countdown("made", len(ids) - len(long), report, before=sum(id in made for id in ids))
     with (folder / LINES).open("a", encoding="utf-8") as file:
         for chunk in llm.run(requests):
             if chunk.output is None:
@@ -70,9 +71,7 @@ def full_depth_answers(
             made[answer.id] = answer
             file.write(json.dumps(vars(answer)) + "\n")
             file.flush()
-            done += 1
-            if done % _REPORT_EVERY == 0 or done + len(long) == len(ids):
-                report(f"{done} of {len(ids) - len(long)} answers")
+            countdown.advance()
     return [made[id] for id in ids if id in made]
 
 

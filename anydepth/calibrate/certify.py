@@ -14,6 +14,7 @@ import numpy as np
 
 from anydepth.calibrate.table import Table, agrees, walk
 from anydepth.certificate import DRAW_SETTINGS, EXIT_SETTINGS, NEVER, Certificate, question_set_hash
+from anydepth.dtypes import dtype_name
 from anydepth.engine.llm import LLM
 from anydepth.profile import Profile
 from anydepth.provenance import source
@@ -63,7 +64,7 @@ def choose(
         policy={**exits, "exit_policy": policy, "max_depth": segments, "segments": segments},
         fill=fill,
         signals="sync",
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype_name(model.dtype),
         gate_dtype="float32",
         sampling={name: getattr(defaults, name) for name in DRAW_SETTINGS},
         protocol_hash=plan_hash,

@@ -18,11 +18,11 @@ from anydepth.calibrate.table import Table
 from anydepth.exits import confidence
 from anydepth.exits.base import wide
 from anydepth.models.llama import Llama
+from anydepth.progress import Countdown
 from anydepth.train.packed import Pack, exit_states, in_packs
 
 _PACK_TOKENS = 2048
 _CHUNK_BYTES = 24 << 20  # of logits at a time
-_REPORT_EVERY = 20
 _TEMPERATURE_ROWS = 2048  # each exit's; more move the third digit
 TEMPERATURES = np.geomspace(0.25, 8.0, 81)
 
@@ -114,8 +114,8 @@ def _states(
     exits = _exits(model)
     long = [number for number, answer in enumerate(answers) if len(answer.answer_ids) > 1]
     lengths = [len(answer.prompt_ids) + len(answer.answer_ids) - 1 for answer in answers]
-    done = 0
-    for count, numbers in enumerate(in_packs(long, lengths, tokens=_PACK_TOKENS), start=1):
+    countdown = Countdown("read at every exit", len(long), report)
+    for numbers in in_packs(long, lengths, tokens=_PACK_TOKENS):
         ids, rows, targets, questions, start = list[int](), list[int](), list[int](), list[int](), 0
         for number in numbers:
             prompt, answer = answers[number].prompt_ids, answers[number].answer_ids
@@ -132,9 +132,7 @@ def _states(
             targets_A=wanted,
         )
         yield torch.tensor(questions), wanted, exit_states(model, pack, exits)[:-1]
-        done += len(numbers)
-        if count % _REPORT_EVERY == 0 or done == len(long):
-            report(f"read {done} of {len(long)} answers at every exit")
+        countdown.advance(len(numbers))
 
 
 def _listed(z_nV: Tensor) -> Tensor:

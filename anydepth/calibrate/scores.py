@@ -13,13 +13,14 @@ from pathlib import Path
 
 from anydepth.calibrate.answers import Answer
 from anydepth.calibrate.lines import whole_lines
+from anydepth.dtypes import dtype_name
 from anydepth.engine.engine import Engine
 from anydepth.engine.llm import LLM
 from anydepth.profile import Profile
+from anydepth.progress import Countdown
 from anydepth.types import Sampling, Score
 
 LOSSES_FILE = "losses.jsonl"
-_REPORT_EVERY = 50
 
 
 def engine_scores(
@@ -45,16 +46,14 @@ def engine_scores(
             requests.append(engine.prepare(context, sampling, forced=[answer.answer_ids[1:]], streaming=False))
             places[requests[-1].id] = place
     found: list[Score | None] = [None] * len(answers)
-    done = 0
+    countdown = Countdown(f"{profile.name}, fill {fill}: scored", len(requests), report)
     for chunk in engine.run(requests):
         if chunk.score is not None:
             place = places[chunk.request_id]
             found[place] = chunk.score
             if each is not None:
                 each(place, chunk.score)
-            done += 1
-            if done % _REPORT_EVERY == 0 or done == len(requests):
-                report(f"{profile.name}, fill {fill}: scored {done} of {len(requests)} answers")
+            countdown.advance()
     return found
 
 
@@ -77,7 +76,7 @@ def kept_engine_losses(
     each is added when it is there. A line is for one model, heads, thresholds, policy, fill and answer. ValueError for
     a line that is broken."""
     checkpoint = llm.checkpoint
-    dtype = str(checkpoint.model.dtype).removeprefix("torch.")
+    dtype = dtype_name(checkpoint.model.dtype)
     same = [checkpoint.model_hash, profile.head_hash, profile.hash, policy, fill, dtype]
     keys = [hashlib.sha256(json.dumps([*same, *vars(answer).values()]).encode()).hexdigest() for answer in answers]
     known = _read(path)

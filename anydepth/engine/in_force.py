@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from anydepth.certificate import PROFILED, describe
+from anydepth.dtypes import dtype_name
 from anydepth.engine.engine import Engine
 from anydepth.types import Sampling
 
@@ -28,7 +29,7 @@ def settings_in_force(engine: Engine, sampling: Sampling) -> dict[str, Any]:
         "fill": engine.fill.name,
         "signals": engine.mode.name,
         "lateness": engine.lateness,
-        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.model.dtype),
         "gate_dtype": engine.gate_dtype,
         "batch_invariant": engine.stats()["batch_invariant"] is not None,
         "device": engine.model.device.type,

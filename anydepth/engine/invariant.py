@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from anydepth.dtypes import dtype_name
 from anydepth.exits.base import Policy
 from anydepth.models.base import KV, Model
 from anydepth.ops.invariant import KV_BLOCK, BlockKV, RowBlocks, attend_each
@@ -36,9 +37,8 @@ class Invariant:
                 f"device='cpu', or leave it out"
             )
         if model.dtype not in DTYPES:
-            raise ValueError(
-                f"batch_invariant=True with dtype {_name(model.dtype)!r}; allowed: {', '.join(map(_name, DTYPES))}"
-            )
+            allowed = ", ".join(map(dtype_name, DTYPES))
+            raise ValueError(f"batch_invariant=True with dtype {dtype_name(model.dtype)!r}; allowed: {allowed}")
         self._model = model
         self.shape, self.dtype, self.device = model.shape, model.dtype, model.device
         self.embed, self.cost, self.pack, self.slots = model.embed, model.cost, model.pack, model.slots
@@ -171,7 +171,3 @@ def _check_attention(model: Model) -> None:
                         f"batch_invariant=True: on this machine attention over {length} positions has other bits "
                         f"among {len(found)} rows padded to {context} positions; leave it out"
                     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from anydepth.certificate import Certificate
+from anydepth.dtypes import dtype_name
 from anydepth.engine.engine import Engine
 from anydepth.engine.philox import derive, fresh_seed
 from anydepth.engine.submission import Submission
@@ -112,7 +113,7 @@ class LLM:
                 segments=self.checkpoint.model.shape.segments,
                 fill=self.engine.fill.name,
                 signals=signals,
-                dtype=str(self.checkpoint.model.dtype).removeprefix("torch."),
+                dtype=dtype_name(self.checkpoint.model.dtype),
                 gate_dtype=gate_dtype,
                 profiles={profile.name: profile.hash for profile in profiles},
             )

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from anydepth.dtypes import dtype_name
 from anydepth.models.base import Shape
 from anydepth.models.decoder import rms_norm
 from anydepth.models.heads_about import ABOUT, FILE, VERSION, read_about
@@ -127,7 +128,7 @@ class ExitHeads:
         kept = {n: t.to(dtype) if dtype is not None and t.is_floating_point() else t for n, t in tensors.items()}
         if wrong := [n for n, t in kept.items() if t.is_floating_point() and not bool(t.isfinite().all())]:
             raise ValueError(
-                f"{wrong[0]} has numbers that are not finite in {str(kept[wrong[0]].dtype).removeprefix('torch.')}; "
+                f"{wrong[0]} has numbers that are not finite in {dtype_name(kept[wrong[0]].dtype)}; "
                 f"give dtype float32 (the same training with --save-dtype float32 goes on from its end)"
             )
         folder = Path(folder)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import anydepth.models
+from anydepth.dtypes import DTYPES
 from anydepth.models.base import Model
 from anydepth.models.locate import locate
 from anydepth.models.safetensors_file import SafetensorsFolder
@@ -31,7 +32,6 @@ from anydepth.models.weights import (
 from anydepth.record import files_hash
 from anydepth.types import unknown
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TILE_ROWS, TILE_COLUMNS = 128, 256
 
 

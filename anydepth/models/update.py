@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from anydepth.dtypes import dtype_name
 from anydepth.models.base import Model
 from anydepth.models.load import TILE_ROWS, copy
 from anydepth.models.safetensors_file import SafetensorsFiles, shards
@@ -66,8 +67,8 @@ class NewWeights:
             for at in range(0, len(rows), TILE_ROWS):
                 if not rows[at : at + TILE_ROWS].to(dtype).isfinite().all():
                     raise ValueError(
-                        f"{self._name}: tensor {name} has numbers that are not finite in {_word(dtype)} (rows from "
-                        f"{start + at} on); nothing was changed"
+                        f"{self._name}: tensor {name} has numbers that are not finite in {dtype_name(dtype)} (rows "
+                        f"from {start + at} on); nothing was changed"
                     )
 
     def _check_tied(self) -> None:
@@ -91,7 +92,9 @@ class _StateDict:
         for name, tensor in tensors.items():
             plain = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type != "meta"
             if not plain or not tensor.is_floating_point() or not tensor.dim():
-                said = f"{_word(tensor.dtype)} on {tensor.device}" if isinstance(tensor, Tensor) else repr(type(tensor))
+                said = repr(type(tensor))
+                if isinstance(tensor, Tensor):
+                    said = f"{dtype_name(tensor.dtype)} on {tensor.device}"
                 raise ValueError(
                     f"the state dict has {name} as {said}; allowed: plain float tensors of one or more axes"
                 )
@@ -123,7 +126,3 @@ def _opened(source: Source) -> tuple[str, _Tensors]:
     if not path.is_file():
         raise ValueError(f"there are no weights {path}; give a .safetensors file, a folder of them, or a state dict")
     return str(path), SafetensorsFiles((path,))
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anydepth.dtypes import dtype_name
 from anydepth.types import Sampling
 
 
@@ -161,7 +162,7 @@ def unpacked(batch: Batch) -> Batch:
 
 
 def _pack(tensor: Tensor) -> Packed:
-    name, there = str(tensor.dtype).removeprefix("torch."), tensor.detach().cpu().contiguous()
+    name, there = dtype_name(tensor.dtype), tensor.detach().cpu().contiguous()
     return Packed(there.view(torch.int16).numpy() if tensor.dtype == torch.bfloat16 else there.numpy(), name)
 
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from anydepth.dtypes import DTYPES
 from anydepth.models.base import KV
 from anydepth.models.decoder import Layer, LayerShape, Rotary
 from anydepth.models.heads import FILES, Head, Probe
 from anydepth.models.llama import Llama, rope
-from anydepth.models.load import DTYPES, copy
+from anydepth.models.load import copy
 from anydepth.models.weights import EMBEDDING, HEAD
 from anydepth.ops.linear import pack
 from anydepth.pipeline.export import COLUMNS, NORM, Artifact

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anydepth.dtypes import DTYPES, dtype_name
 from anydepth.models.heads import ExitHeads
 from anydepth.models.llama import Llama
-from anydepth.models.load import DTYPES, Checkpoint
+from anydepth.models.load import Checkpoint
 from anydepth.train import checkpoint as files
 from anydepth.train.distil import MEASURED, Goal, Sums, Unembedding, auc, distil
 from anydepth.train.head_fit import Fit, expected
@@ -90,7 +91,7 @@ class HeadTrainer:
     @property
     def dtype(self) -> str:
         """What the backbone computes in: other heads come of another."""
-        return str(self.model.dtype).removeprefix("torch.")
+        return dtype_name(self.model.dtype)
 
     def schedule(self, step: int) -> float:
         """The share of the largest learning rate: linear warm-up, then a cosine to zero."""

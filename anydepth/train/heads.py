@@ -13,9 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from anydepth.dtypes import DTYPES
 from anydepth.models.heads_about import ABOUT, FILE, read_about
 from anydepth.models.llama import Llama
-from anydepth.models.load import DTYPES, Checkpoint
+from anydepth.models.load import Checkpoint
 from anydepth.provenance import source
 from anydepth.record import files_hash, write_atomically
 from anydepth.train.head_card import head_card

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from anydepth import LLM, Sampling
+from anydepth.dtypes import dtype_name
 from anydepth.eval.task import load_task
 from anydepth.exits import gate_cdf
 from anydepth.exits.load import load_policy
@@ -255,7 +256,7 @@ def test_exit_arithmetic_is_the_policys(nano, dtype, threshold):
     policy = load_policy("gate_cdf", gate_dtype="bfloat16" if dtype == torch.bfloat16 else "float32")
     assert isinstance(policy, gate_cdf.ReleasedArithmetic) == (dtype == torch.bfloat16)
     assert torch.equal(got, policys_steps(policy, logits, threshold, 4))
-    settings = {"exit_policy": "gate_cdf", "exit_threshold": threshold, "gate_dtype": str(dtype).removeprefix("torch.")}
+    settings = {"exit_policy": "gate_cdf", "exit_threshold": threshold, "gate_dtype": dtype_name(dtype)}
     settings["gate_dtype"] = settings["gate_dtype"].replace("float64", "float32")
     for column in range(300):
         row = Row(make_policy(4, True, **settings), 0)

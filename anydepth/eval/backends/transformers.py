@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anydepth.dtypes import DTYPES
 from anydepth.engine.philox import uniforms
 from anydepth.engine.sampling import Settings, greedy, pick, processed
 from anydepth.engine.text import TextStream
@@ -23,7 +24,6 @@ from anydepth.eval.backends.base import Ask, Reply
 from anydepth.eval.backends.checkpoint import CheckpointBackend
 from anydepth.exits.load import policy_name
 from anydepth.models.export import export_hf
-from anydepth.models.load import DTYPES
 from anydepth.types import FinishReason, Output, Sampling, Score, Usage
 
 POLICIES = ("never", "fixed", "gate_cdf")
