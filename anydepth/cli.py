@@ -175,11 +175,11 @@ def demo(
 
 
 @app.command()
-def info(model: Model = "nano", as_json: AsJson = False) -> None:
-    """What a checkpoint is: shape, cost of each part, tokenizer, hashes."""
+def info(model: Model = "nano", heads: Heads = None, as_json: AsJson = False) -> None:
+    """What a checkpoint is: shape, cost of each part, tokenizer, hashes; and its exit heads."""
     from anydepth.show import print_info
 
-    finish("info", print_info(model), as_json)
+    finish("info", print_info(model, heads), as_json)
 
 
 @train.command("loop")

@@ -58,7 +58,7 @@ class Profile:
         """From a TOML file. ValueError, naming the file, for what is missing, unknown or no number."""
         path = Path(path).expanduser()
         if not path.is_file():
-            there = sorted(other.stem for other in path.parent.glob("*.toml"))
+            there = _names(path.parent)
             beside = f"there are: {', '.join(there)}" if there else "give the path of a .toml, or a name beside heads="
             raise ValueError(f"there is no profile {path}; {beside}")
         try:
@@ -136,6 +136,15 @@ def profile_path(name: str | Path, heads: str | Path | None) -> Path:
     if path.suffix != ".toml" and heads is not None:
         return Path(heads).expanduser() / FOLDER / f"{name}.toml"
     return path
+
+
+def profiles_beside(heads: str | Path) -> list[str]:
+    """Names of the profiles that lie beside the heads."""
+    return _names(Path(heads).expanduser() / FOLDER)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.toml"))
 
 
 def _plain(value: float) -> float | str:

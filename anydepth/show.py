@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +13,10 @@ from rich.text import Text
 
 from anydepth.certificate import describe
 from anydepth.engine.llm import LLM
-from anydepth.models.load import load_checkpoint
+from anydepth.models.attach import load_with_heads
+from anydepth.models.base import Part
+from anydepth.models.heads_about import read_about
+from anydepth.profile import profiles_beside
 from anydepth.types import Chunk, Output, Sampling
 
 # Shallow to deep, light to dark: told apart by lightness, without colour vision too.
@@ -118,14 +122,15 @@ def _legend(segments: int) -> Text:
     return legend
 
 
-def print_info(model: str) -> dict[str, Any]:
-    """Print and return the facts of a checkpoint."""
-    checkpoint = load_checkpoint(model)
+def print_info(model: str, heads: Path | None = None) -> dict[str, Any]:
+    """Print and return the facts of a checkpoint, and of exit heads for it."""
+    checkpoint, head_hash = load_with_heads(model, heads, segments=None)
     shape = checkpoint.model.shape
-    parts = {
-        part: checkpoint.model.cost(part, 1, 256)._asdict()  # type: ignore[arg-type]
-        for part in ("embed", "segment", "readout", *(["signal"] if shape.has_gate else []), "copy")
-    }
+    costs: list[tuple[Part, int]] = [("embed", 1), ("segment", 1), ("readout", shape.segments), ("copy", 1)]
+    costs += [("signal", 1)] if shape.has_gate else []
+    exits = {k: str(shape.segment_layers[k - 1].stop) for k in sorted(shape.headed | shape.probed)}
+    parts = {str(part): checkpoint.model.cost(part, k, 256)._asdict() for part, k in costs}
+    parts |= {f"exit {exits[k]}": checkpoint.model.cost("readout", k, 256)._asdict() for k in sorted(shape.headed)}
     facts = {
         "name": checkpoint.name,
         "kind": "looped" if shape.shared_weights else "layered",
@@ -141,6 +146,12 @@ def print_info(model: str) -> dict[str, Any]:
         "model sha256": checkpoint.model_hash,
         "tokenizer sha256": checkpoint.tokenizer_hash,
     }
+    if heads is not None:
+        kinds = read_about(heads)["exits"].items()
+        facts["exit heads"] = ", ".join(f"{layer} {kind or 'none'}" for layer, kind in kinds)
+        facts["exit probes"] = ", ".join(exits[k] for k in sorted(shape.probed))
+        facts["profiles"] = ", ".join(profiles_beside(heads))
+        facts["heads sha256"] = head_hash
     console = Console(highlight=False, soft_wrap=True)
     for name, value in facts.items():
         console.print(f"{name:18} {value}")
