@@ -1,7 +1,7 @@
 """The manifest: how a layered model is cut into segments, and which worker holds which of them where. Imports no torch.
 
 model = "meta-llama/Llama-3.1-8B-Instruct"
-heads = "runs/heads"                 # a folder of exit heads, "." this file's; none: the model's own norm and head
+heads = "runs/heads"                 # a folder of exit heads, from this file's; none: the model's own norm and head
 segments = [4, 8, 12, 16]            # the last layer of each segment
 readouts = [4, 16]                   # layers after which tokens may be read; all segments' ends unless given
 replicas = 2                         # equal pipelines side by side
@@ -29,7 +29,6 @@ from anydepth.types import unknown
 PLACES = ("here", "process", "ray")
 ROUTING = ("round_robin", "least_loaded")
 FILLS = ("full", "deferred", "project")
-BESIDE = "."  # heads in the manifest's own folder, wherever that is moved
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +91,9 @@ def read_manifest(path: str | Path) -> Manifest:
         manifest = _manifest(content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return replace(manifest, heads=str(path.parent)) if manifest.heads == BESIDE else manifest
+    if manifest.heads is None:
+        return manifest
+    return replace(manifest, heads=str(path.parent / Path(manifest.heads).expanduser()))
 
 
 def manifest_text(manifest: Manifest) -> str:

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from anydepth.certificate import FILE as CERTIFICATE
 from anydepth.certificate import Certificate
 from anydepth.models.heads_about import ABOUT, FILE, read_about
-from anydepth.pipeline.manifest import BESIDE, manifest_text, read_manifest
+from anydepth.pipeline.manifest import manifest_text, read_manifest
 from anydepth.profile import FOLDER, Profile, profile_path
 from anydepth.provenance import source
 from anydepth.publish.card import hashes_text, use_text
@@ -189,7 +189,7 @@ def _manifest(path: str | Path, heads: _Heads) -> bytes:
             f"{path}: the heads read after layers {missing}, where none of its inner segments ends "
             f"({list(manifest.segments)}); give segments that end there"
         )
-    return manifest_text(replace(manifest, heads=BESIDE)).encode()
+    return manifest_text(replace(manifest, heads=".")).encode()
 
 
 def _sha256(content: bytes) -> str:

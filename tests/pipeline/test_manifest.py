@@ -64,3 +64,12 @@ def test_a_manifest_without_stages_or_a_file(tmp_path):
         written(tmp_path / "m.toml", 'model = "m"\nsegments = [4]\n')
     with pytest.raises(ValueError, match=r"nowhere\.toml is no manifest"):
         read_manifest(tmp_path / "nowhere.toml")
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"), [("heads", "{folder}/heads"), (".", "{folder}"), ("/else/heads", "/else/heads")]
+)
+def test_heads_are_found_from_the_manifest(tmp_path, said, meant):
+    manifest = written(tmp_path / "m.toml", f'heads = "{said}"\n{GOOD}')
+    assert manifest.heads == meant.format(folder=tmp_path)
+    assert written(tmp_path / "none.toml", GOOD).heads is None
