@@ -1,4 +1,4 @@
-"""Numbers that weights may be of, and their names in options, Records and hashes."""
+"""The dtypes that weights may have, and their names in options, Records and hashes."""
 
 from __future__ import annotations
 

@@ -37,13 +37,16 @@ class Bar:
 
 
 class Countdown:
-    """Says "scored 50 of 640 answers, 0:05:12 to go", one line for every `every` answers and a last one.
+    """A line for every `every` and a last one: Countdown("scored", 640, "answers", print).advance(50) says
+    "scored 50 of 640 answers, 0:05:12 to go".
 
     `before`: how many there were at the beginning, of which nothing is known but that.
     """
 
-    def __init__(self, what: str, total: int, say: Callable[[str], None], *, every: int = 50, before: int = 0) -> None:
-        self._what, self._total, self._say, self._every = what, total, say, every
+    def __init__(
+        self, done: str, total: int, of: str, say: Callable[[str], None], *, every: int = 50, before: int = 0
+    ) -> None:
+        self._words, self._total, self._say, self._every = (done, of), total, say, every
         self._done = self._before = before
         self._began = time.monotonic()
 
@@ -53,7 +56,7 @@ class Countdown:
         if self._done // self._every > lines or self._done == self._total:
             pace_s = (time.monotonic() - self._began) / (self._done - self._before)
             left = timedelta(seconds=round(pace_s * (self._total - self._done)))
-            self._say(f"{self._what} {self._done} of {self._total} answers, {left} to go")
+            self._say(f"{self._words[0]} {self._done} of {self._total} {self._words[1]}, {left} to go")
 
 
 @contextmanager

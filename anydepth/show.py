@@ -130,8 +130,11 @@ def print_info(model: str, heads: Path | None = None) -> dict[str, Any]:
     costs += [("signal", 1)] if shape.has_gate else []
     exits = {k: str(shape.segment_layers[k - 1].stop) for k in sorted(shape.headed | shape.probed)}
     parts = {str(part): checkpoint.model.cost(part, k, 256)._asdict() for part, k in costs}
-    parts |= {f"exit {exits[k]}": checkpoint.model.cost("readout", k, 256)._asdict() for k in sorted(shape.headed)}
-    facts = {
+    for k in sorted(shape.headed):
+        parts[f"exit {exits[k]}"] = checkpoint.model.cost("readout", k, 256)._asdict()
+    for k in sorted(shape.probed):
+        parts[f"probe {exits[k]}"] = checkpoint.model.cost("signal", k, 256)._asdict()
+    facts: dict[str, Any] = {
         "name": checkpoint.name,
         "kind": "looped" if shape.shared_weights else "layered",
         "segments": shape.segments,
@@ -148,13 +151,14 @@ def print_info(model: str, heads: Path | None = None) -> dict[str, Any]:
     }
     if heads is not None:
         kinds = read_about(heads)["exits"].items()
-        facts["exit heads"] = ", ".join(f"{layer} {kind or 'none'}" for layer, kind in kinds)
-        facts["exit probes"] = ", ".join(exits[k] for k in sorted(shape.probed))
-        facts["profiles"] = ", ".join(profiles_beside(heads))
+        facts["exit heads"] = [f"{kind} after {layer}" for layer, kind in kinds if kind is not None]
+        facts["probes after"] = [int(exits[k]) for k in sorted(shape.probed)]
+        facts["profiles"] = profiles_beside(heads)
         facts["heads sha256"] = head_hash
     console = Console(highlight=False, soft_wrap=True)
     for name, value in facts.items():
-        console.print(f"{name:18} {value}")
+        said = ", ".join(map(str, value)) if isinstance(value, list) else value
+        console.print(f"{name:18} {said}")
     console.print("cost of a row at 256 positions of context (FLOPs, bytes, weight bytes a turn):")
     for part, cost in parts.items():
         console.print(f"  {part:16} " + "  ".join(f"{value:12,.0f}" for value in cost.values()))

@@ -29,6 +29,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
+from threading import Barrier
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from anydepth.pipeline.messages import Batch, Row, Seat
 from anydepth.pipeline.part import Part
 from anydepth.pipeline.router import Router
 from anydepth.pipeline.worker import Worker
+from anydepth.provenance import provenance
 from anydepth.types import Sampling
 
 PROMPT_TOKENS = 16
@@ -81,14 +83,18 @@ def manifest_of(model: str, exits: tuple[int, ...], *, requests: int, micro_batc
     )
 
 
-def measured_in(artifacts: str, manifest: Manifest, stage: int, rows: int, context: int) -> Measured:
-    """Of one stage; to be run for all at once."""
+def measured_in(artifacts: str, manifest: Manifest, stage: int, rows: int, context: int, together: Barrier) -> Measured:
+    """Of one stage, a process for each; they begin every measurement together."""
     torch.set_num_threads(manifest.threads)
     own = [read_artifacts(artifacts, manifest)[segment - 1] for segment in manifest.stages[stage].segments]
     part = Part(own, dtype=manifest.dtype, device="cpu")
     decode = decoding(part, manifest, rows, context)
-    products_s, worker_s = median_s(lambda: products(part, rows)), median_s(decode)
+    together.wait()
+    products_s = median_s(lambda: products(part, rows))
+    together.wait()
+    worker_s = median_s(decode)
     part.shape = replace(part.shape, segment_layers=(part.shape.segment_layers[part.own[0] - 1],))
+    together.wait()
     return Measured(measure_machine(part), products_s, worker_s)
 
 
@@ -108,7 +114,7 @@ def products(part: Part, rows: int) -> None:
 
 
 def decoding(part: Part, manifest: Manifest, rows: int, context: int) -> Callable[[], None]:
-    """A worker's micro-batch of rows that each see `context` positions, as it comes from where the worker stands."""
+    """A worker's micro-batch, of rows that each see `context` positions."""
     sizes = {"slots": manifest.max_batch, "pages": manifest.pages, "page_size": manifest.page_size}
     worker = Worker(part, **sizes, fill=manifest.fill)
     last, greedy = part.shape.segments, Sampling(max_tokens=context)
@@ -136,13 +142,13 @@ def median_s(function: Callable[[], None], repetitions: int = 60) -> float:
 def measure(artifacts: str, manifest: Manifest, rows: int, context: int) -> list[Measured]:
     """Every stage, measured while the others are."""
     count = len(manifest.stages)
-    with ProcessPoolExecutor(count, mp_context=get_context("spawn")) as pool:
-        list(pool.map(time.sleep, [2.0] * count))  # so that every process is up, and imports are done with
-        each = partial(measured_in, artifacts, manifest, rows=rows, context=context)
+    with get_context("spawn").Manager() as manager, ProcessPoolExecutor(count, get_context("spawn")) as pool:
+        together = manager.Barrier(count)
+        each = partial(measured_in, artifacts, manifest, rows=rows, context=context, together=together)
         return list(pool.map(each, range(count)))
 
 
-def together(several: Sequence[Measured]) -> Measured:
+def of_several(several: Sequence[Measured]) -> Measured:
     """One stage, measured several times."""
     machines, products_s, worker_s = zip(*several, strict=True)
     return Measured(Machine(*map(max, zip(*machines, strict=True))), median(products_s), median(worker_s))
@@ -207,7 +213,7 @@ def main() -> None:
     for _ in range(asked.repetitions):
         speeds.append(run(artifacts, manifest, tokens=asked.tokens, requests=asked.requests))
         found.append(measure(artifacts, manifest, rows, context))
-    stages = [together(each) for each in zip(*found, strict=True)]
+    stages = [of_several(each) for each in zip(*found, strict=True)]
     predicted = predict(artifacts, manifest, stages, rows=rows, context=context)
     for n, (stage, stage_s) in enumerate(zip(stages, predicted.stage_s, strict=True), 1):
         print(
@@ -219,7 +225,12 @@ def main() -> None:
     print(f"measured {median(speeds):.1f} tokens/s ({min(speeds):.1f}-{max(speeds):.1f})")
     for name, value in zip(("bound", "products", "workers"), predicted[2:], strict=True):
         print(f"predicted by {name}: {value:.1f} tokens/s, reached {100 * median(speeds) / value:.0f} %")
-    result = {"predicted": predicted._asdict(), "measured_tokens_per_s": speeds, "stages": stages, "measured": found}
+    result = {
+        "provenance": provenance(threads=manifest.threads),
+        "measured_tokens_per_s": speeds,
+        "predicted": predicted._asdict(),
+        "stages": [{**stage._asdict(), "machine": stage.machine._asdict()} for stage in stages],
+    }
     (asked.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
 

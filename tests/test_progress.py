@@ -46,7 +46,7 @@ def test_bars_that_are_not_shown_can_be_moved_on(capsys):
 def test_a_countdown_says_a_line_in_so_many_and_a_last_one(monkeypatch):
     clock, told = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    countdown = Countdown("made", 25, told.append, every=10, before=5)
+    countdown = Countdown("made", 25, "answers", told.append, every=10, before=5)
     for count in (1, 3, 2, 9, 4, 1):  # 6, 9, 11, 20, 24, 25: what there was before took no time
         clock[0] += 30.0 * count
         countdown.advance(count)

@@ -94,8 +94,8 @@ def _turn(model: Model, turn: TurnWork) -> tuple[float, float]:
 
 
 def _made(model: Model, turn: TurnWork) -> list[tuple[int, Cost]]:
-    """(rows, cost) of signals, logits, and of asking heads whether they answer. What several of them multiply by is
-    read once: the unembedding, and a head's own numbers."""
+    """(rows, cost) of signals, logits, and of asking heads whether they answer. The unembedding, by which several of
+    them may multiply, is read once."""
     rows = Counter[tuple[Part, int]]()
     for part, depth, count in (
         (("signal", turn.segment, turn.signal_rows), ("readout", turn.segment, turn.readout_rows))
@@ -108,9 +108,7 @@ def _made(model: Model, turn: TurnWork) -> list[tuple[int, Cost]]:
     for (part, depth), count in rows.items():
         cost = model.cost(part, depth, 0.0)
         weights = cost.weight_bytes_per_turn
-        if part == "answers" and rows["readout", depth]:
-            weights = 0.0
-        elif part == "readout" and count and weights >= whole:
+        if part == "readout" and count and weights >= whole:
             weights, read = weights - whole * read, True
         found.append((count, cost._replace(weight_bytes_per_turn=weights)))
     return found

@@ -62,7 +62,7 @@ def full_depth_answers(
         report(f"{len(long)} prompts are too long for an answer and are left out")
     requests = llm.prepare([ids[id] for id in left], Sampling(max_tokens=tokens)) if left else []
     names = dict(zip((request.id for request in requests), left, strict=True))
-    countdown = Countdown("made", len(ids) - len(long), report, before=sum(id in made for id in ids))
+    countdown = Countdown("made", len(ids) - len(long), "answers", report, before=sum(id in made for id in ids))
     with (folder / LINES).open("a", encoding="utf-8") as file:
         for chunk in llm.run(requests):
             if chunk.output is None:

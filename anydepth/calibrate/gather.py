@@ -97,11 +97,11 @@ def _exit(
     parts = []
     for at in _chunks(len(h_Ad), model):
         h_nd = h_Ad[at]
-        z_nS = model.listed(k, h_nd)
-        may_n = model.answers(k, h_nd, z_nS)
-        first, lead, spread = confidence.scores(z_nS, temperature)
+        z_nC = model.listed(k, h_nd)
+        may_n = model.answers(k, h_nd, z_nC)
+        first, lead, spread = confidence.scores(z_nC, temperature)
         probe = wide(model.signal(k, h_nd)).sigmoid() if k in model.probes else torch.full_like(first, torch.nan)
-        top = model.over_vocabulary(k, z_nS).argmax(-1)
+        top = model.over_vocabulary(k, z_nC).argmax(-1)
         parts.append((first, lead, spread.double(), probe.double(), top == targets_A[at], may_n))
     columns = [torch.cat(column).cpu() for column in zip(*parts, strict=True)]
     return tuple(columns)  # type: ignore[return-value]
@@ -114,7 +114,7 @@ def _states(
     exits = _exits(model)
     long = [number for number, answer in enumerate(answers) if len(answer.answer_ids) > 1]
     lengths = [len(answer.prompt_ids) + len(answer.answer_ids) - 1 for answer in answers]
-    countdown = Countdown("read at every exit", len(long), report)
+    countdown = Countdown("read", len(long), "answers at every exit", report)
     for numbers in in_packs(long, lengths, tokens=_PACK_TOKENS):
         ids, rows, targets, questions, start = list[int](), list[int](), list[int](), list[int](), 0
         for number in numbers:

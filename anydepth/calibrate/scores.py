@@ -46,7 +46,7 @@ def engine_scores(
             requests.append(engine.prepare(context, sampling, forced=[answer.answer_ids[1:]], streaming=False))
             places[requests[-1].id] = place
     found: list[Score | None] = [None] * len(answers)
-    countdown = Countdown(f"{profile.name}, fill {fill}: scored", len(requests), report)
+    countdown = Countdown(f"{profile.name}, fill {fill}: scored", len(requests), "answers", report)
     for chunk in engine.run(requests):
         if chunk.score is not None:
             place = places[chunk.request_id]

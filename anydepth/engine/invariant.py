@@ -77,8 +77,8 @@ class Invariant:
     def listed(self, k: int, h_Nd: Tensor) -> Tensor:
         return self._readout.run(lambda h: self._model.listed(k, h), h_Nd)
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
-        return self._signal.run(lambda h, logits: self._model.answers(k, h, logits), h_Nd, logits_NS)
+    def answers(self, k: int, h_Nd: Tensor, logits_NC: Tensor) -> Tensor:
+        return self._signal.run(lambda h, logits: self._model.answers(k, h, logits), h_Nd, logits_NC)
 
     def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
         made = self._project.run(lambda h, at: _keys_values(self._model, layers, h, at), h_Nd, positions_N)

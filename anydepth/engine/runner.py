@@ -28,7 +28,7 @@ from anydepth.ops.kv import Group, TurnKV, join
 
 
 class Shown(NamedTuple):
-    """Logits of rows, by their places in the plan: [n, S], see `Model.listed`."""
+    """Logits of rows, by their places in the plan: [n, C], see `Model.listed`."""
 
     rows: list[int]
     logits: Tensor
@@ -207,8 +207,8 @@ class Runner:
         place = {i: n for n, i in enumerate(shown.rows)}
         if any(i not in place for i in out):
             return None
-        logits_LS = shown.logits.index_select(0, self._index(place[i] for i in out))
-        return self.model.over_vocabulary(k, logits_LS)
+        logits_LC = shown.logits.index_select(0, self._index(place[i] for i in out))
+        return self.model.over_vocabulary(k, logits_LC)
 
     def _leave_full(
         self,

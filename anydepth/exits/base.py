@@ -34,7 +34,8 @@ class Thresholds:
 class Policy:
     """Base of all policies; a new one is one file with one subclass named `Policy`. `profiles` are those that the
     engine was given, by name. `everywhere`: it is asked at every depth below max_depth, not only where `asks` says.
-    `needs`: what `decide` sees, and no more is computed; logits are `Model.listed`, of tokens that an exit can give."""
+    `needs`: what `decide` sees, and no more is computed; "logits" [N, C] are `Model.listed`, of the tokens that an exit
+    can give, which may be few: a column is no token id."""
 
     profiles: Mapping[str, Thresholds] = MappingProxyType({})
     everywhere: ClassVar[bool] = True

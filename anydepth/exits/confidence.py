@@ -19,11 +19,11 @@ TESTS = ("logit", "margin", "entropy")
 NEVER, ALWAYS = (float("inf"), float("inf"), float("-inf")), (float("-inf"), float("-inf"), float("inf"))
 
 
-def scores(logits_NS: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+def scores(logits_NC: Tensor, temperature: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
     """What the tests look at, [N] each: the largest logit, its lead over the second (inf over none), and the entropy in
     nats of softmax(logits / temperature), with a temperature a row ([N, 1]) or one for all. Tokens left out are as ones
     with -inf."""
-    logits = base.wide(logits_NS)
+    logits = base.wide(logits_NC)
     if logits.shape[1] == 1:
         logits = torch.nn.functional.pad(logits, (0, 1), value=float("-inf"))
     top = logits.topk(2, -1).values.double()

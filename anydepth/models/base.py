@@ -1,7 +1,7 @@
-"""The contract of a model: a shape, four tensor functions, and what each of them costs.
+"""The contract of a model: a shape, its tensor functions, and what each of them costs.
 
-Shape suffixes used in this package: N rows (token positions of any requests), d hidden size, V vocabulary,
-H query heads, G key/value heads, D head size, T positions of context.
+Shape suffixes used in this package: N rows (token positions of any requests), d hidden size, V vocabulary, C columns of
+a readout (all V, or the tokens that it lists), H query heads, G key/value heads, D head size, T positions of context.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ class Model(Protocol):
         """The exit gate's logits at depth k, [N]. ValueError where the model has no gate."""
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, V] read from h_k: those of `listed`, over the whole vocabulary."""
+        """Logits [N, V] read from h_k: `over_vocabulary` of `listed`. A model of its own changes those, never this."""
 
     def listed(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, S] read from h_k, of the S tokens that a readout at depth k can give."""
+        """Logits [N, C] read from h_k, of the tokens that a readout at depth k can give."""
 
-    def over_vocabulary(self, k: int, logits_NS: Tensor) -> Tensor:
+    def over_vocabulary(self, k: int, logits_NC: Tensor) -> Tensor:
         """What `listed` gave at depth k as [N, V]: -inf for any other token."""
 
     def keys_values(self, layers: range, h_Nd: Tensor, positions_N: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -67,7 +67,7 @@ class Model(Protocol):
     def declines(self, k: int) -> bool:
         """Whether there are rows that the readout at depth k must not answer: `answers` says which."""
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
+    def answers(self, k: int, h_Nd: Tensor, logits_NC: Tensor) -> Tensor:
         """Which rows the readout at depth k, with these (listed) logits, may answer, [N] bool."""
 
     def cost(self, part: Part, k: int, context: float) -> Cost:

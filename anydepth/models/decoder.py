@@ -203,22 +203,22 @@ class Decoder:
         return rms_norm(h_Nd, self.norm, self.eps)
 
     def readout(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, V] read from h_k."""
+        """Logits [N, V] read from h_k; what they are, `listed` and `over_vocabulary` say."""
         return self.over_vocabulary(k, self.listed(k, h_Nd))
 
     def listed(self, k: int, h_Nd: Tensor) -> Tensor:
-        """All V of them, through the final norm and the LM head."""
+        """The logits of all V tokens, through the final norm and the LM head."""
         return linear(self.final_norm(h_Nd), self.head)
 
-    def over_vocabulary(self, k: int, logits_NS: Tensor) -> Tensor:
-        return logits_NS
+    def over_vocabulary(self, k: int, logits_NC: Tensor) -> Tensor:
+        return logits_NC
 
     def declines(self, k: int) -> bool:
         """Never, unless an exit head does."""
         return False
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
-        return logits_NS.new_ones(len(logits_NS), dtype=torch.bool)
+    def answers(self, k: int, h_Nd: Tensor, logits_NC: Tensor) -> Tensor:
+        return logits_NC.new_ones(len(logits_NC), dtype=torch.bool)
 
     def pack(self) -> None:
         """Bring the layers' matrices into the order in which products are fastest; `slots` brings them back."""

@@ -1,7 +1,7 @@
 """Exit heads: what reads an inner depth of a frozen layered model, and the folder that keeps them.
 
-A head turns the state after segment k into logits over the whole vocabulary; a probe into one number, the logit of
-"this exit says what full depth would". Both belong to one backbone, whose hash they carry.
+A head turns the state after segment k into logits of the whole vocabulary, or of the tokens that it lists; a probe into
+one number, the logit of "this exit says what full depth would". Both belong to one backbone, whose hash they carry.
 
 | kind | logits | numbers, d hidden, V vocabulary |
 |---|---|---|
@@ -11,8 +11,7 @@ A head turns the state after segment k into logits over the whole vocabulary; a 
 
 A shortlist is kept as what it is made of and read as one table [d, S] and a column for "any other": the unembedding's
 through the correction. It declines where "any other" is its largest logit: the row then goes on, though its policy lets
-it go, unless it has reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, all V of the other kinds,
-r rank.
+it go, unless it has reached its max_depth. Shape suffixes: as in `base.py`; S listed tokens, r rank.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Head:
         return Head(self.kind, {**self.tensors, "table": change(self.tensors["table"])})
 
     def logits(self, h_Nd: Tensor, unembedding_dV: Tensor, eps: float) -> Tensor:
-        """[N, S], of the listed tokens in the order of `ids`."""
+        """[N, C], of the whole vocabulary or, of a shortlist, of its tokens in the order of `ids`."""
         x = rms_norm(h_Nd, self.tensors["norm"], eps)
         if self.kind == "low_rank":
             x = x + (x @ self.tensors["a"]) @ self.tensors["b"]
@@ -77,16 +76,16 @@ class Head:
             return linear(x, unembedding_dV)
         return linear(x, self.tensors["table"])
 
-    def over_vocabulary(self, logits_NS: Tensor, vocab: int) -> Tensor:
+    def over_vocabulary(self, logits_NC: Tensor, vocab: int) -> Tensor:
         """[N, V]: -inf for tokens that a shortlist leaves out."""
         if self.kind != "shortlist":
-            return logits_NS
-        full = logits_NS.new_full((len(logits_NS), vocab), float("-inf"))
-        return full.index_copy(1, self.tensors["ids"], logits_NS)
+            return logits_NC
+        full = logits_NC.new_full((len(logits_NC), vocab), float("-inf"))
+        return full.index_copy(1, self.tensors["ids"], logits_NC)
 
-    def answers(self, h_Nd: Tensor, logits_NS: Tensor, eps: float) -> Tensor:
+    def answers(self, h_Nd: Tensor, logits_NC: Tensor, eps: float) -> Tensor:
         """[N] bool, whether a shortlist with these logits may answer: "any other" is not above all of them."""
-        return logits_NS.amax(-1) >= rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["other"]
+        return logits_NC.amax(-1) >= rms_norm(h_Nd, self.tensors["norm"], eps) @ self.tensors["other"]
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,8 @@ class Llama(Decoder):
         return self.run_layers(self.shape.segment_layers[k - 1], h_Nd, kv)
 
     def attach(self, heads: ExitHeads) -> None:
-        """Read inner exits through these heads; exits without one go on being read through the model's own."""
+        """Read inner exits through these heads, packed for products without gradients; exits without one go on being
+        read through the model's own."""
         segment = exit_segments(heads, [layers.stop for layers in self.shape.segment_layers])
         self.heads = {segment[layer]: head for layer, head in heads.heads.items()}
         self.probes = {segment[layer]: probe for layer, probe in heads.probes.items()}
@@ -81,16 +82,17 @@ class Llama(Decoder):
         return self.probes[k].logit(h_Nd)
 
     def listed(self, k: int, h_Nd: Tensor) -> Tensor:
-        """Logits [N, S] through the exit's head, or [N, V] through the model's own final norm and LM head."""
+        """Logits [N, C] through the exit's head, or the model's own final norm and LM head."""
         return self.heads[k].logits(h_Nd, self.head, self.eps) if k in self.heads else super().listed(k, h_Nd)
 
-    def over_vocabulary(self, k: int, logits_NS: Tensor) -> Tensor:
-        return self.heads[k].over_vocabulary(logits_NS, self.shape.vocab) if k in self.heads else logits_NS
+    def over_vocabulary(self, k: int, logits_NC: Tensor) -> Tensor:
+        return self.heads[k].over_vocabulary(logits_NC, self.shape.vocab) if k in self.heads else logits_NC
 
     def each_table(self, change: Callable[[Tensor], Tensor]) -> None:
         """Replace the tables of shortlists one after the other."""
-        for k, head in self.heads.items():
-            self.heads[k] = head.with_table(change)
+        with torch.no_grad():
+            for k, head in self.heads.items():
+                self.heads[k] = head.with_table(change)
 
     def pack(self) -> None:
         """As in `Decoder`; tables of shortlists too."""
@@ -105,15 +107,16 @@ class Llama(Decoder):
         """Where there is a shortlist."""
         return k in self.heads and self.heads[k].kind == "shortlist"
 
-    def answers(self, k: int, h_Nd: Tensor, logits_NS: Tensor) -> Tensor:
+    def answers(self, k: int, h_Nd: Tensor, logits_NC: Tensor) -> Tensor:
         """Which rows the head at depth k may answer, [N] bool."""
         if not self.declines(k):
-            return super().answers(k, h_Nd, logits_NS)
-        return self.heads[k].answers(h_Nd, logits_NS, self.eps)
+            return super().answers(k, h_Nd, logits_NC)
+        return self.heads[k].answers(h_Nd, logits_NC, self.eps)
 
     def cost(self, part: Part, k: int, context: float) -> Cost:
         """As `Decoder.cost`, with the exit head at depth k. A shortlist multiplies by its own columns and, to tell
-        whether it answers, by "any other"."""
+        whether it answers, by "any other"; that its logits are then spread over the vocabulary, to be sampled from, is
+        left out."""
         head, item = self.heads.get(k), self.norm.element_size()
         if head is None or part not in ("readout", "answers"):
             return super().cost(part, k, context)

@@ -1,7 +1,7 @@
 """The manifest: how a layered model is cut into segments, and which worker holds which of them where. Imports no torch.
 
 model = "meta-llama/Llama-3.1-8B-Instruct"
-heads = "runs/heads"                 # a folder of exit heads, from this file's; none: the model's own norm and head
+heads = "runs/heads"                 # exit heads, a folder from this file's on; none: the model's own norm and head
 segments = [4, 8, 12, 16]            # the last layer of each segment
 readouts = [4, 16]                   # layers after which tokens may be read; all segments' ends unless given
 replicas = 2                         # equal pipelines side by side
@@ -82,7 +82,7 @@ class Manifest:
 
 def read_manifest(path: str | Path) -> Manifest:
     """From a TOML file. ValueError, naming the file, for what is missing, unknown or does not fit together."""
-    path = Path(path).expanduser()
+    path = Path(path).expanduser().absolute()
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

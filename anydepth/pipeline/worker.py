@@ -167,12 +167,12 @@ class Worker:
             left = [n for n, leaves in enumerate(leave.tolist()) if leaves]
             if not left:
                 continue
-            logits_LS = seen[left] if policy.needs == "logits" else None
+            logits_LC = seen[left] if policy.needs == "logits" else None
             if self.part.declines(k):
-                logits_LS = self.part.listed(k, h_Ld[left]) if logits_LS is None else logits_LS
-                may = self.part.answers(k, h_Ld[left], logits_LS).tolist()
-                left, logits_LS = [n for n, answers in zip(left, may, strict=True) if answers], logits_LS[may]
-            shown = [None] * len(left) if logits_LS is None else self.part.over_vocabulary(k, logits_LS)
+                logits_LC = self.part.listed(k, h_Ld[left]) if logits_LC is None else logits_LC
+                may = self.part.answers(k, h_Ld[left], logits_LC).tolist()
+                left, logits_LC = [n for n, answers in zip(left, may, strict=True) if answers], logits_LC[may]
+            shown = [None] * len(left) if logits_LC is None else self.part.over_vocabulary(k, logits_LC)
             out |= {places[n]: given for n, given in zip(left, shown, strict=True)}
         return out
 

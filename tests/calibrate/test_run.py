@@ -157,7 +157,7 @@ def test_the_table_is_what_the_policy_decides_on_the_same_states(llm, answers, l
                 h = states[layer - 1][len(answer.prompt_ids) + n - 1][None]
                 if depth == segments:
                     break
-                may = model.answers(depth, h, model.readout(depth, h))
+                may = model.answers(depth, h, model.listed(depth, h))
                 leave, state = decides.decide(state, torch.tensor([depth]), decides.seen(model, depth, h))
                 if bool(leave) and bool(may):
                     break

@@ -329,14 +329,18 @@ def test_signals_preemption_and_shared_prompts_change_no_bit(options):
     assert (llm.stats()["prefix_tokens"] > 100) == ("rounds" in options)
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("policy", ["confidence", "probe"])
-def test_exit_heads_and_projected_keys_change_no_bit(tmp_path, policy):
+def test_exit_heads_and_projected_keys_change_no_bit(tmp_path, monkeypatch, policy, packed):
     """Shortlists that decline, several exits, and K/V that are made of the states that were read."""
+    if packed:
+        monkeypatch.setattr("anydepth.ops.linear.LARGE", 1)
     model = write_random_nano(tmp_path / "model", kind="layered")
     heads = write_heads(tmp_path / "heads", model, kind="shortlist")
     llm = LLM(model, heads=heads, profile="careful", fill="project", batch_invariant=True)
     sampling = Sampling(exit_policy=policy, max_tokens=16, ignore_eos=True, logprobs="raw")
     prompts = [[3 + i % 7, 5, 9, 11][: 1 + i % 4] + [4] * (i % 5) for i in range(10)]
+    assert all(head.tensors["table"].is_mkldnn == packed for head in llm.checkpoint.model.heads.values())
     together = llm.generate(prompts, sampling)
     alone = [llm.generate([prompt], sampling)[0] for prompt in prompts]
     assert len({depth for output in together for depth in output.depths}) == 3

@@ -18,7 +18,6 @@ from anydepth import LLM
 from anydepth.engine.engine import Engine
 from anydepth.models.heads import KINDS, ExitHeads, Head, Probe, load_heads
 from anydepth.models.heads_about import ABOUT, FILE, read_about
-from anydepth.ops.linear import unpack
 from anydepth.profile import Exit, Profile
 from anydepth.record import files_hash
 from anydepth.types import Sampling
@@ -425,9 +424,9 @@ def test_what_a_policy_was_shown_is_not_computed_again(monkeypatch):
 
 
 def test_a_shortlist_is_packed_and_comes_back(monkeypatch):
-    """Logits, and who may answer, are those of the plain table; `slots` unpacks it."""
+    """Logits, and who may answer, are those of the plain table; `slots` unpacks it, `pack` packs it again."""
     model, _, heads = with_heads("shortlist")
-    h = torch.randn(8, 32)
+    h = torch.randn(64, 32)
     single = replace(
         heads,
         heads={
@@ -444,9 +443,12 @@ def test_a_shortlist_is_packed_and_comes_back(monkeypatch):
     with torch.inference_mode():
         listed = model.listed(1, h)
         torch.testing.assert_close(model.over_vocabulary(1, listed), plain)
-        assert torch.equal(model.answers(1, h, listed), model.answers(1, h, plain))
-    model.each_table(unpack)
+        may = model.answers(1, h, listed)
+        assert torch.equal(may, model.answers(1, h, plain)) and {*may.tolist()} == {True, False}
+    model.slots()
     assert torch.equal(model.heads[1].tensors["table"], table)
+    model.pack()
+    assert model.heads[1].tensors["table"].is_mkldnn
 
 
 def test_a_shortlist_of_one_token_leads_over_nothing():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from anydepth.pipeline.manifest import read_manifest
+from anydepth.pipeline.manifest import manifest_text, read_manifest
 from tests.pipeline.making import written
 
 GOOD = """model = "m"
@@ -73,3 +73,11 @@ def test_heads_are_found_from_the_manifest(tmp_path, said, meant):
     manifest = written(tmp_path / "m.toml", f'heads = "{said}"\n{GOOD}')
     assert manifest.heads == meant.format(folder=tmp_path)
     assert written(tmp_path / "none.toml", GOOD).heads is None
+
+
+def test_a_manifest_written_elsewhere_means_the_same(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.toml").write_text(f'heads = "heads"\n{GOOD}')
+    (tmp_path / "there").mkdir()
+    manifest = read_manifest("m.toml")
+    assert written(tmp_path / "there/m.toml", manifest_text(manifest)) == manifest
