@@ -8,7 +8,7 @@ cells that have not been run are marked in the table, results/exit_heads/README.
     python benchmarks/exit_heads.py screen                       # 39 cells, 2 hours of one core
     python benchmarks/exit_heads.py choose                       # the best cell of each policy
     python benchmarks/exit_heads.py full                         # 9 cells, 3 hours
-    python benchmarks/exit_heads.py bench                        # 20 minutes of a quiet core
+    python benchmarks/exit_heads.py bench                        # 70 minutes of a quiet core
     python benchmarks/exit_heads.py table
 """
 
@@ -281,17 +281,16 @@ What is certified (`calibration/`, 637 prompts): with full depth's K/V confidenc
 leave, says another token than full depth on at most 5 %; with `project` only confidence-0.99 does (2.8 % measured;
 0.98: 3.9 %, p 0.33), at which one in twelve leaves. Copied K/V is what costs.
 
-What the benches say (one thread, 128 new tokens; 1 at a time on a quiet machine, 8 with short tests beside it now and
-then, 32 with other processes):
-- One at a time a profile that keeps 96 % of the tokens (probe-0.9) runs at 1.04 of full depth's speed, which is what
-  its work allows; laxer ones, whose answers suffer, at 1.11 to 1.15. The bound is small: most tokens of these prompts
-  need all layers.
-- In batches weights are read once for all rows, so what some rows skip saves little: bounds of 0.95 to 1.00 at 8 at a
-  time, 1.02 to 1.09 at 32. `probe` reaches them; `confidence` comes to 0.8 or 0.9 of them, slower than full depth: its
-  heads run at every exit for every row, and its tests read the whole vocabulary, 2 ms an exit for eight rows.
-- With heads over the whole vocabulary (`bench-whole-vocabulary`: the same corrections before all of the unembedding,
-  one at a time only, beside two other processes) confidence-0.9 runs at 0.73 of full depth's speed: four such heads
-  cost more than the layers that they let rows skip. Early exit of a small model with a large vocabulary loses so.
+What the benches say (one thread, 128 new tokens, a quiet machine):
+- One at a time a profile that keeps 96 % of the tokens (probe-0.9) runs at 1.03 of full depth's speed, where its work
+  allows 1.04; laxer ones, whose answers suffer, at 1.14 to 1.17. The bound is small: most tokens of these prompts need
+  all layers.
+- In batches weights are read once for all rows, so what some rows skip saves little: bounds of 0.96 to 1.00 at 8 at a
+  time, 1.02 to 1.09 at 32. Both policies come within 7 % of them. At 8 all are slower than full depth: heads and probes
+  cost more than the few layers that a whole batch skips.
+- With heads over the whole vocabulary (`bench-whole-vocabulary`: the same corrections before all of the unembedding)
+  confidence-0.9 runs at 0.58 of full depth's speed one at a time, 0.60 at 8, 0.83 at 32: such heads at five exits cost
+  more than the layers that they let rows skip. Early exit of a small model with a large vocabulary loses so.
 """
 
 
