@@ -20,7 +20,6 @@ of the time in which all requests decode.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -30,11 +29,13 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from threading import Barrier
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from anydepth.bench.roofline import Machine, measure_machine
+from anydepth.bench.rows import write_rows
+from anydepth.models.load import load_checkpoint
 from anydepth.ops.linear import linear
 from anydepth.pipeline.export import export_segments, outline, read_artifacts
 from anydepth.pipeline.manifest import Manifest, Stage
@@ -42,7 +43,6 @@ from anydepth.pipeline.messages import Batch, Row, Seat
 from anydepth.pipeline.part import Part
 from anydepth.pipeline.router import Router
 from anydepth.pipeline.worker import Worker
-from anydepth.provenance import provenance
 from anydepth.types import Sampling
 
 PROMPT_TOKENS = 16
@@ -225,13 +225,14 @@ def main() -> None:
     print(f"measured {median(speeds):.1f} tokens/s ({min(speeds):.1f}-{max(speeds):.1f})")
     for name, value in zip(("bound", "products", "workers"), predicted[2:], strict=True):
         print(f"predicted by {name}: {value:.1f} tokens/s, reached {100 * median(speeds) / value:.0f} %")
-    result = {
-        "provenance": provenance(threads=manifest.threads),
-        "measured_tokens_per_s": speeds,
-        "predicted": predicted._asdict(),
-        "stages": [{**stage._asdict(), "machine": stage.machine._asdict()} for stage in stages],
-    }
-    (asked.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+    record_rows: list[dict[str, Any]] = [
+        {**stage._asdict(), "machine": stage.machine._asdict(), "measured": "stage", "stage": n}
+        for n, stage in enumerate(stages, 1)
+    ]
+    record_rows.append({**predicted._asdict(), "measured": "pipeline", "tokens_per_s": speeds})
+    torch.set_num_threads(manifest.threads)
+    settings = vars(asked) | {"benchmark": "pipeline", "out": None}
+    write_rows(asked.out, settings=settings, rows=record_rows, checkpoint=load_checkpoint(asked.model))
 
 
 if __name__ == "__main__":
