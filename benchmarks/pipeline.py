@@ -222,7 +222,8 @@ def main() -> None:
             f"products, {1e3 * stage.worker_s:.1f} ms in its worker"
         )
     print(f"all stages' bytes together: {1e3 * predicted.memory_s:.1f} ms")
-    print(f"measured {median(speeds):.1f} tokens/s ({min(speeds):.1f}-{max(speeds):.1f})")
+    spread = f"{min(speeds):.1f}-{max(speeds):.1f}"
+    print(f"measured {median(speeds):.1f} tokens/s ({spread}; target 85 % of what is predicted)")
     for name, value in zip(("bound", "products", "workers"), predicted[2:], strict=True):
         print(f"predicted by {name}: {value:.1f} tokens/s, reached {100 * median(speeds) / value:.0f} %")
     record_rows: list[dict[str, Any]] = [

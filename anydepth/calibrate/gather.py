@@ -1,7 +1,7 @@
 """Every exit at every decode token of answers: one teacher-forced pass, read as the engine reads.
 
 The first token of an answer comes from the prefill, which every policy runs at full depth: it is no row. Shape
-suffixes: R rows, E exits, n rows at a time, V vocabulary, d hidden size.
+suffixes: R rows, E exits, n rows at a time, C columns of a readout, d hidden size.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ def gate_temperature(model: Llama, answers: Sequence[Answer]) -> float:
     for _, targets_A, states in _states(model, answers, lambda line: None):
         for k, h_Ad in enumerate(states, start=1):
             for at in _chunks(len(h_Ad), model):
-                losses += cross_entropies(model.readout(k, h_Ad[at]), targets_A[at], TEMPERATURES)
+                z_nC = model.listed(k, h_Ad[at])
+                own_n = model.over_vocabulary(k, z_nC).gather(1, targets_A[at, None])[:, 0]
+                losses += cross_entropies(z_nC, own_n, TEMPERATURES)
         rows += len(targets_A)
         if rows >= _TEMPERATURE_ROWS:
             break
     return least(TEMPERATURES, losses)
 
 
-def cross_entropies(logits_nV: Tensor, targets_n: Tensor, temperatures: np.ndarray) -> np.ndarray:
-    """Summed over the rows that have their target, one a temperature."""
-    z_nV = _listed(wide(logits_nV))
-    own_n = wide(logits_nV).gather(1, targets_n[:, None])[:, 0]
+def cross_entropies(logits_nC: Tensor, own_n: Tensor, temperatures: np.ndarray) -> np.ndarray:
+    """Summed over the rows that have their target, whose logit is `own`, one a temperature."""
     has_n = own_n.isfinite()
-    z_nV, own_n = z_nV[has_n], own_n[has_n]
-    found = [float((torch.logsumexp(z_nV / t, 1) - own_n / t).double().sum()) for t in temperatures.tolist()]
+    z_nC, own_n = wide(logits_nC)[has_n], wide(own_n)[has_n]
+    found = [float((torch.logsumexp(z_nC / t, 1) - own_n / t).double().sum()) for t in temperatures.tolist()]
     return np.array(found)
 
 
@@ -133,13 +133,6 @@ def _states(
         )
         yield torch.tensor(questions), wanted, exit_states(model, pack, exits)[:-1]
         countdown.advance(len(numbers))
-
-
-def _listed(z_nV: Tensor) -> Tensor:
-    """Without the columns that a shortlist leaves out (-inf in every row): they have no part in any sum, and are most
-    of the time of one."""
-    listed_V = z_nV[0].isfinite()
-    return z_nV if bool(listed_V.all()) else z_nV[:, listed_V]
 
 
 def _exits(model: Llama) -> list[int]:
